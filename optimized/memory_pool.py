@@ -11,21 +11,21 @@ slot, and a page that is freed twice must be found at once. On the device each s
 and each operation a launch: about 5 microseconds, some twenty times per request. On arrays an operation takes
 about 1 microsecond, and kernels need 12 bytes a token, copied once: 3 KB when 256 requests decode, 96 KB for
 8,192 prompt tokens (2 microseconds at 50 GB/s). The copy of req_to_token takes 4 bytes a position: 42 MB for
-257 rows of 40,960, of which the system allocates the pages that are used. A backup copies 9 bytes a page.
+257 rows of 40,960, of which the system allocates the pages that are used.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from diptych.optimized.kernels.attention.move_kv import can_move, move_kv
-from diptych.optimized.page_ring import Array, PageRing, PagesState
+from diptych.optimized.page_ring import Array, PageRing
 from diptych.shared.interfaces import memory_pool as interface
 from diptych.shared.modeling.kv_pool import to_fp8
 from diptych.shared.scheduling.pages import num_pages_of
@@ -109,10 +109,6 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         table.view(-1).index_copy_(0, indices, slots)
 
 
-class AllocatorState(NamedTuple):
-    pages: PagesState
-
-
 class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         if page_size < 1 or size < page_size or size % page_size != 0:
@@ -178,20 +174,8 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         if len(slots) > 0:
             self._pages.free(_on_cpu(slots) // self.page_size)
 
-    def free_group_begin(self) -> None:
-        self._pages.begin_group()
-
-    def free_group_end(self) -> None:
-        self._pages.end_group()
-
     def available_size(self) -> int:
         return self._pages.num_free * self.page_size
-
-    def backup_state(self) -> AllocatorState:
-        return AllocatorState(self._pages.backup())
-
-    def restore_state(self, state: AllocatorState) -> None:
-        self._pages.restore(state.pages)
 
     def free_slots(self) -> torch.Tensor:
         return self._slots_of(np.sort(self._pages.free_pages()))

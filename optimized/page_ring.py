@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
 
-class PagesState(NamedTuple):
-    ring: Array
-    head: int
-    num_free: int
-    is_used: npt.NDArray[np.bool_]
-    group: tuple[Array, ...] | None
-
-
 class PageRing:
-    """Pages 1..num_pages, allocated first in, first out. Each page is in exactly one of: the `num_free`
-    entries of the ring from `_head` on, the pages with `_is_used` set, the open group."""
+    """Pages 1..num_pages, allocated first in, first out. Each page is either in the `num_free`
+    entries of the ring from `_head` on, or has `_is_used` set."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -28,7 +18,6 @@ class PageRing:
         self._ring: Array = np.arange(1, num_pages + 1)
         self._head = 0
         self._is_used = np.zeros(num_pages + 1, np.bool_)
-        self._group: list[Array] | None = None  # pages freed while a group is open
         self._stamps = np.zeros(num_pages + 1, np.int64)  # scratch memory of one call
 
     def take(self, num_pages: int) -> Array | None:
@@ -50,34 +39,10 @@ class PageRing:
         assert is_allocated.all(), f"pages {sorted(set(pages[~is_allocated].tolist()))} are not allocated"
         pages = self._first_of_each(pages)
         self._is_used[pages] = False
-        if self._group is None:
-            self._append(pages)
-        else:
-            self._group.append(pages)
-
-    def begin_group(self) -> None:
-        assert self._group is None, "free groups do not nest"
-        self._group = []
-
-    def end_group(self) -> None:
-        assert self._group is not None, "no free group is open"
-        for pages in self._group:
-            self._append(pages)
-        self._group = None
+        self._append(pages)
 
     def free_pages(self) -> Array:
         return self._first(self.num_free)
-
-    def backup(self) -> PagesState:
-        group = None if self._group is None else tuple(self._group)
-        return PagesState(self._ring.copy(), self._head, self.num_free, self._is_used.copy(), group)
-
-    def restore(self, state: PagesState) -> None:
-        self._ring = state.ring.copy()
-        self._head = state.head
-        self.num_free = state.num_free
-        self._is_used = state.is_used.copy()
-        self._group = None if state.group is None else list(state.group)
 
     def _first(self, num_pages: int) -> Array:
         """A copy of the first pages of the ring."""

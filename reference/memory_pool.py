@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -67,14 +66,8 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         self._used_rows: set[int] = set()
 
 
-class AllocatorState(NamedTuple):
-    free_pages: tuple[int, ...]
-    used_pages: frozenset[int]
-    free_group: tuple[int, ...] | None
-
-
 class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
-    """Each page is in exactly one of: `_free_pages`, `_used_pages`, the open free group."""
+    """Each page is either in `_free_pages` or in `_used_pages`."""
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         if page_size < 1 or size < page_size or size % page_size != 0:
@@ -132,29 +125,10 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         not_used = pages.keys() - self._used_pages
         assert not not_used, f"pages {sorted(not_used)} are not allocated"
         self._used_pages.difference_update(pages)
-        target = self._free_pages if self._free_group is None else self._free_group
-        target.extend(pages)
-
-    def free_group_begin(self) -> None:
-        assert self._free_group is None, "free groups do not nest"
-        self._free_group = []
-
-    def free_group_end(self) -> None:
-        assert self._free_group is not None, "no free group is open"
-        self._free_pages.extend(self._free_group)
-        self._free_group = None
+        self._free_pages.extend(pages)
 
     def available_size(self) -> int:
         return len(self._free_pages) * self.page_size
-
-    def backup_state(self) -> AllocatorState:
-        group = None if self._free_group is None else tuple(self._free_group)
-        return AllocatorState(tuple(self._free_pages), frozenset(self._used_pages), group)
-
-    def restore_state(self, state: AllocatorState) -> None:
-        self._free_pages = deque(state.free_pages)
-        self._used_pages = set(state.used_pages)
-        self._free_group = None if state.free_group is None else list(state.free_group)
 
     def free_slots(self) -> torch.Tensor:
         return self._slots_of(sorted(self._free_pages))
@@ -162,7 +136,6 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
     def clear(self) -> None:
         self._free_pages = deque(range(1, self.size // self.page_size + 1))  # page 0 is the dummy
         self._used_pages: set[int] = set()
-        self._free_group: list[int] | None = None  # pages freed while a group is open
 
     def _take_pages(self, num_pages: int) -> list[int] | None:
         if num_pages > len(self._free_pages):

@@ -107,15 +107,8 @@ class TokenToKVPool(interface.TokenToKVPool):
         raise NotImplementedError("TODO store: bytes of K and V of one slot, over all layers")
 
 
-class AllocatorState(NamedTuple):
-    free_pages: tuple[int, ...]
-    used_pages: frozenset[int]
-    free_group: tuple[int, ...] | None
-
-
 class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
-    """Each page is in exactly one of: `_free_pages`, `_used_pages`, the open free group. Page 0 is the dummy
-    page and in none of them."""
+    """Each page is either in `_free_pages` or in `_used_pages`. Page 0 is the dummy page and in neither."""
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         if page_size < 1 or size < page_size or size % page_size != 0:
@@ -149,27 +142,12 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def free(self, slots: torch.Tensor) -> None:
         """Free every page that has one of the slots. A page that is not allocated is an AssertionError."""
-        raise NotImplementedError("TODO free: pages back to the queue, or into the open group")
-
-    def free_group_begin(self) -> None:
-        raise NotImplementedError("TODO free: open a group; groups do not nest")
-
-    def free_group_end(self) -> None:
-        raise NotImplementedError("TODO free: close the group; its pages are free now")
+        raise NotImplementedError("TODO free: move pages from `_used_pages` back to the queue")
 
     # What follows is complete.
 
     def available_size(self) -> int:
         return len(self._free_pages) * self.page_size
-
-    def backup_state(self) -> AllocatorState:
-        group = None if self._free_group is None else tuple(self._free_group)
-        return AllocatorState(tuple(self._free_pages), frozenset(self._used_pages), group)
-
-    def restore_state(self, state: AllocatorState) -> None:
-        self._free_pages = deque(state.free_pages)
-        self._used_pages = set(state.used_pages)
-        self._free_group = None if state.free_group is None else list(state.free_group)
 
     def free_slots(self) -> torch.Tensor:
         return self._slots_of(sorted(self._free_pages))
@@ -177,7 +155,6 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
     def clear(self) -> None:
         self._free_pages = deque(range(1, self.size // self.page_size + 1))
         self._used_pages: set[int] = set()
-        self._free_group: list[int] | None = None  # pages freed while a group is open
 
     def _slots_of(self, pages: Sequence[int]) -> torch.Tensor:
         """int64 [len(pages) * page_size], page by page."""

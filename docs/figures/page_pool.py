@@ -52,7 +52,7 @@ class Run:
         for req in sorted(running, key=lambda req: req.rid):
             slots = parts.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_committed_len).tolist()
             tables[req.rid] = list(dict.fromkeys(slot // PAGE_SIZE for slot in slots))
-        free = list(parts.allocator.backup_state().free_pages)
+        free = list(parts.allocator._free_pages)
         tokens = {req.rid: req.kv_committed_len for req in running}
         self.states.append((State(tokens, tables, free), text))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -132,41 +131,6 @@ def candidate_parents(steps: Sequence[Beams]) -> torch.Tensor:
         parents.append((start + before.indices).repeat_interleave(num_each, dim=1))
         start += before.candidate_ids.shape[1]
     return torch.cat(parents, dim=1)
-
-
-def accept_by_rejection(
-    tree: DraftTree, probs: torch.Tensor, coins: torch.Tensor, bonus_coins: torch.Tensor
-) -> Accepted:
-    """The usual rejection sampling, for comparison: it uses the target's distribution at every node, not a
-    sample.
-
-    probs [bs, N, V] sum to 1; coins [bs, N] and bonus_coins [bs] are uniform in [0, 1). At each node the coin
-    selects a child with the child's probability, or none. Then the bonus token is drawn from the remaining
-    distribution.
-    """
-    first_child, sibling = tree.next_token.tolist(), tree.next_sibling.tolist()
-    drafts, target, coin = tree.token_ids.tolist(), probs.tolist(), coins.tolist()
-    paths, tokens = [], []
-    for b, bonus_coin in enumerate(bonus_coins.tolist()):
-        path, ids = [0], []
-        while True:
-            node = path[-1]
-            left, reached, child = list(target[b][node]), 0.0, first_child[b][node]
-            while child >= 0:
-                reached += left[drafts[b][child]]
-                if coin[b][node] < reached:
-                    break
-                left[drafts[b][child]] = 0.0  # rejected, so it cannot be the bonus token either
-                child = sibling[b][child]
-            if child < 0:
-                break
-            path.append(child)
-            ids.append(drafts[b][child])
-        below = list(accumulate(left))
-        ids.append(bisect_right(below, bonus_coin * below[-1]))
-        paths.append(path)
-        tokens.append(ids)
-    return _accepted(paths, tokens, tree, tree.num_draft_tokens - 1)
 
 
 def _accepted(paths: list[list[int]], tokens: list[list[int]], tree: DraftTree, max_depth: int) -> Accepted:

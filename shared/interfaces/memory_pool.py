@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -119,28 +118,11 @@ class TokenToKVPoolAllocator(ABC):
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:
         """Free every page that has a slot of `slots`. The pages must be allocated (a page freed twice is an
-        `AssertionError`); an empty tensor is allowed. Between `free_group_begin` and `free_group_end` no
-        freed slot is allocated again."""
-
-    @abstractmethod
-    def free_group_begin(self) -> None:
-        """Start collecting frees. Groups do not nest (`AssertionError`)."""
-
-    @abstractmethod
-    def free_group_end(self) -> None:
-        """Free all collected slots together."""
+        `AssertionError`); an empty tensor is allowed."""
 
     @abstractmethod
     def available_size(self) -> int:
         """Free slots, in tokens: a multiple of page_size."""
-
-    @abstractmethod
-    def backup_state(self) -> Any:
-        """A value for `restore_state`."""
-
-    @abstractmethod
-    def restore_state(self, state: Any) -> None:
-        """Undo every allocation and free since `backup_state`."""
 
     @abstractmethod
     def free_slots(self) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_any_calls_give_the_references_slots(page_size: int, seed: int) -> None:
     both = Both(rng.choice([5, 30]), page_size)
     owned: list[list[int]] = []
     for _ in range(300):
-        kind = rng.choice(["extend", "extend", "decode", "decode", "alloc", "free", "free", "group", "wrong"])
+        kind = rng.choice(["extend", "extend", "decode", "decode", "alloc", "free", "free", "wrong"])
         if kind == "extend":
             old = [owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else [] for _ in "ab"]
             lens = [len(slots) for slots in old]
@@ -75,8 +75,6 @@ def test_any_calls_give_the_references_slots(page_size: int, seed: int) -> None:
         elif kind == "free" and owned:
             slots = owned.pop(rng.randrange(len(owned)))
             both.free(torch.tensor(rng.choice([slots, slots[::-1], rng.sample(slots, len(slots))])))
-        elif kind == "group":
-            rng.choice([both.free_group_begin, both.free_group_end])()
         elif kind == "wrong":
             both.free(torch.tensor(rng.choices(range(-3, 40 * page_size), k=rng.randint(1, 2))))
             owned = _still_owned(both, owned, page_size)

@@ -52,7 +52,7 @@ class Pair:
                 list(cache.nodes()),
                 cache.evictable_size(),
                 cache.protected_size(),
-                allocator.backup_state().free_pages,
+                list(allocator._free_pages),
             )
             for cache, allocator in zip(self.caches, self.allocators)
         ]

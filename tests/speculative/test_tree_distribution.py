@@ -3,15 +3,17 @@ beats: chi-square tests with fixed seeds, against exact probabilities."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
 from diptych.reference.sampler import Sampler
-from diptych.reference.speculative.draft_tree import DraftTreeOps, accept_by_rejection
+from diptych.reference.speculative.draft_tree import DraftTreeOps, _accepted
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
 from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, p_value
@@ -40,6 +42,41 @@ ASKS = (
 )
 MASK = 0b1011101101
 """Tokens 1, 4 and 8 are banned."""
+
+
+def accept_by_rejection(
+    tree: DraftTree, probs: torch.Tensor, coins: torch.Tensor, bonus_coins: torch.Tensor
+) -> Accepted:
+    """The usual rejection sampling, for comparison: it uses the target's distribution at every node, not a
+    sample.
+
+    probs [bs, N, V] sum to 1; coins [bs, N] and bonus_coins [bs] are uniform in [0, 1). At each node the coin
+    selects a child with the child's probability, or none. Then the bonus token is drawn from the remaining
+    distribution.
+    """
+    first_child, sibling = tree.next_token.tolist(), tree.next_sibling.tolist()
+    drafts, target, coin = tree.token_ids.tolist(), probs.tolist(), coins.tolist()
+    paths, tokens = [], []
+    for b, bonus_coin in enumerate(bonus_coins.tolist()):
+        path, ids = [0], []
+        while True:
+            node = path[-1]
+            left, reached, child = list(target[b][node]), 0.0, first_child[b][node]
+            while child >= 0:
+                reached += left[drafts[b][child]]
+                if coin[b][node] < reached:
+                    break
+                left[drafts[b][child]] = 0.0  # rejected, so it cannot be the bonus token either
+                child = sibling[b][child]
+            if child < 0:
+                break
+            path.append(child)
+            ids.append(drafts[b][child])
+        below = list(accumulate(left))
+        ids.append(bisect_right(below, bonus_coin * below[-1]))
+        paths.append(path)
+        tokens.append(ids)
+    return _accepted(paths, tokens, tree, tree.num_draft_tokens - 1)
 
 
 @dataclass(frozen=True)

@@ -42,24 +42,7 @@ class FreesAPageForEachSlot(TokenToKVPoolAllocator):
 
     def free(self, slots: torch.Tensor) -> None:
         super().free(slots)
-        target = self._free_pages if self._free_group is None else self._free_group
-        target.extend(slot // self.page_size for slot in slots.tolist()[1:2])
-
-
-@pool_mutant
-class DoubleFreeInAGroup(TokenToKVPoolAllocator):
-    """Only the end of a free group looks at what was freed: twice the same page goes by unseen."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        if self._free_group is None:
-            super().free(slots)
-        else:
-            self._free_group.extend({slot // self.page_size for slot in slots.tolist()})
-
-    def free_group_end(self) -> None:
-        self._free_group = list(dict.fromkeys(self._free_group or []))
-        self._used_pages.difference_update(self._free_group)
-        super().free_group_end()
+        self._free_pages.extend(slot // self.page_size for slot in slots.tolist()[1:2])
 
 
 @pool_mutant
@@ -82,16 +65,6 @@ class DecodesOneByOne(TokenToKVPoolAllocator):
         if any(slots is None for slots in given):
             return None
         return torch.cat(given) if given else self.alloc(0)
-
-
-@pool_mutant
-class ReusesWithinAGroup(TokenToKVPoolAllocator):
-    """What a free group collects can be allocated before the group ends."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        group, self._free_group = self._free_group, None
-        super().free(slots)
-        self._free_group = group
 
 
 @pool_mutant
@@ -132,32 +105,11 @@ class FreesOnlyFullPages(TokenToKVPoolAllocator):
 
 
 @pool_mutant
-class BackupIsNoCopy(TokenToKVPoolAllocator):
-    """restore_state gives back what is there anyway."""
-
-    def backup_state(self):
-        return self._free_pages, self._used_pages, self._free_group
-
-    def restore_state(self, state) -> None:
-        self._free_pages, self._used_pages, self._free_group = state
-
-
-@pool_mutant
 class ListsFreeSlotsAsTheyCame(TokenToKVPoolAllocator):
     """free_slots is not sorted."""
 
     def free_slots(self) -> torch.Tensor:
         return self._slots_of(self._free_pages)
-
-
-@pool_mutant
-class ClearKeepsTheGroup(TokenToKVPoolAllocator):
-    """clear() leaves a free group open."""
-
-    def clear(self) -> None:
-        group = getattr(self, "_free_group", None)
-        super().clear()
-        self._free_group = group
 
 
 @pool_mutant

@@ -58,30 +58,6 @@ MUTANTS = [
         "pass",
     ),
     ring_with(
-        "ForgetsTheGroup",
-        "What is freed in a group can be allocated at once.",
-        "if self._group is None:\n            self._append(pages)",
-        "if True:\n            self._append(pages)",
-    ),
-    ring_with(
-        "LosesTheGroup",
-        "What is freed in a group never comes back.",
-        "for pages in self._group:\n            self._append(pages)\n        self._group = None",
-        "self._group = None",
-    ),
-    ring_with(
-        "BackupSharesItsCounts",
-        "What happens after a backup changes it.",
-        "PagesState(self._ring.copy(), self._head, self.num_free, self._is_used.copy(), group)",
-        "PagesState(self._ring, self._head, self.num_free, self._is_used, group)",
-    ),
-    ring_with(
-        "RestoresOnce",
-        "What happens after a restore changes the backup.",
-        "self._is_used = state.is_used.copy()",
-        "self._is_used = state.is_used",
-    ),
-    ring_with(
         "DoesNotWrapAround",
         "The ring's end is not followed by its beginning.",
         "self._ring[: len(pages) - num_before_end] = pages[num_before_end:]",

@@ -34,11 +34,10 @@ def free_whole_pages(impl: Any, case: Case) -> None:
 
 
 @contract(
-    "Freeing a page twice is an AssertionError, also in a free group.",
+    "Freeing a page twice is an AssertionError.",
     grid(
-        "page {page_size}{in_group}{same_slot}",
+        "page {page_size}{same_slot}",
         page_size=(1, 4, 16),
-        in_group=("", ", in a group"),
         same_slot=("", ", the same slot"),
     ),
 )
@@ -46,8 +45,6 @@ def freed_twice(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(2 * page_size)
-    if case.in_group:
-        allocator.free_group_begin()
     allocator.free(taken[:1])
     again = taken[:1] if case.same_slot else taken[page_size - 1 : page_size]
     expect_raises("free() of a page that is free", AssertionError, allocator.free, again)
@@ -59,58 +56,6 @@ def free_what_is_not_out(impl: Any, case: Case) -> None:
     for slot in (0, 3, 4):
         expect_raises(f"free() of slot {slot}", AssertionError, allocator.free, slots(slot))
     expect_equal("available_size()", allocator.available_size(), 16)
-
-
-@contract("Between free_group_begin and free_group_end no freed slot is allocated.", PAGE_SIZES)
-def grouped_frees_wait(impl: Any, case: Case) -> None:
-    page_size = case.page_size
-    allocator = allocator_of(impl, 2, page_size)
-    taken = allocator.alloc(2 * page_size)
-    allocator.free_group_begin()
-    allocator.free(taken[:page_size])
-    allocator.free(taken[page_size:])
-    expect_equal("available_size() in the group", allocator.available_size(), 0)
-    expect_equal("alloc in the group", allocator.alloc(page_size), None)
-    expect_equal("alloc_extend in the group", allocator.alloc_extend([0], [1], [-1]), None)
-    expect_equal("free_slots() in the group", allocator.free_slots().tolist(), [])
-    allocator.free_group_end()
-    expect_equal("available_size() after it", allocator.available_size(), 2 * page_size)
-    expect_equal(
-        "slots allocated again", sorted(allocator.alloc(2 * page_size).tolist()), sorted(taken.tolist())
-    )
-
-
-@contract("Free groups do not nest, and each ends once.", EXAMPLE)
-def groups_do_not_nest(impl: Any, case: Case) -> None:
-    allocator = allocator_of(impl, 1, 4)
-    expect_raises("free_group_end() without a group", AssertionError, allocator.free_group_end)
-    allocator.free_group_begin()
-    expect_raises("free_group_begin() in a group", AssertionError, allocator.free_group_begin)
-    allocator.free_group_end()
-    expect_raises("free_group_end() twice", AssertionError, allocator.free_group_end)
-    allocator.free_group_begin()
-
-
-@contract("restore_state undoes all allocations and frees since the backup, at each call.", PAGE_SIZES)
-def restore_undoes(impl: Any, case: Case) -> None:
-    page_size = case.page_size
-    allocator = allocator_of(impl, 8, page_size)
-    kept, dropped = allocator.alloc(2 * page_size), allocator.alloc(page_size)
-    state = allocator.backup_state()
-    expected = allocator.free_slots().tolist()
-    allocator.alloc(3 * page_size)
-    allocator.free(dropped)
-    allocator.restore_state(state)
-    expect_equal("free slots after restore_state", allocator.free_slots().tolist(), expected)
-    expect_equal("available_size()", allocator.available_size(), 5 * page_size)
-    allocator.alloc(page_size)
-    allocator.restore_state(state)
-    expect_equal("free slots after it once more", allocator.free_slots().tolist(), expected)
-    for slot in expected[:: case.page_size]:
-        expect_raises(f"free() of slot {slot} after it", AssertionError, allocator.free, slots(slot))
-    allocator.free(kept)  # allocated before the backup: still allocated
-    allocator.free(dropped)
-    expect_equal("available_size() when all came back", allocator.available_size(), 8 * page_size)
 
 
 @contract("free_slots lists all free slots, sorted.", PAGE_SIZES)
@@ -126,16 +71,14 @@ def free_slots_are_sorted(impl: Any, case: Case) -> None:
     expect_equal("available_size()", allocator.available_size(), 2 * page_size)
 
 
-@contract("clear frees all slots and closes an open group.", PAGE_SIZES)
+@contract("clear frees all slots.", PAGE_SIZES)
 def clear_frees_all(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(3 * page_size)
-    allocator.free_group_begin()
     allocator.free(taken[:page_size])
     allocator.clear()
     expect_equal("available_size()", allocator.available_size(), 4 * page_size)
     expect_equal("free_slots()", allocator.free_slots(), slots(*range(page_size, 5 * page_size)))
     again = allocator.alloc(4 * page_size)
     expect_equal("slots allocated", sorted(again.tolist()), list(range(page_size, 5 * page_size)))
-    allocator.free_group_begin()  # no group is left open

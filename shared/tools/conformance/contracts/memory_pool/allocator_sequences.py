@@ -13,14 +13,13 @@ from diptych.shared.tools.conformance.clauses.compare import expect_equal, expec
 from diptych.shared.tools.conformance.clauses.short_repr import short_repr
 from diptych.shared.tools.conformance.contracts.memory_pool.allocator import allocator_of, expect_slots, slots
 
-Kind = Literal["extend", "decode", "finish", "group begin", "group end", "roll back"]
+Kind = Literal["extend", "decode", "finish"]
 
 
 @dataclass(frozen=True, repr=False)
 class Call:
     """One call. `which` counts the live requests, modulo their number; one more is a new request. "extend":
-    by num_tokens, with `is_pair` also the next request. "decode": one token for all. "roll back": extend and
-    finish, then undo both."""
+    by num_tokens, with `is_pair` also the next request. "decode": one token for all."""
 
     kind: Kind
     which: int = 0
@@ -37,7 +36,7 @@ class Call:
 def random_calls(seed: int, num_calls: int = 30) -> Case:
     rng = random.Random(seed)
     page_size = (1, 2, 4, 16)[seed % 4]
-    weights = {"extend": 6, "decode": 4, "finish": 3, "group begin": 1, "group end": 1, "roll back": 1}
+    weights = {"extend": 6, "decode": 4, "finish": 3}
     kinds = rng.choices(list(weights), weights=list(weights.values()), k=num_calls)
     calls = [
         Call(kind, rng.randrange(20), rng.randint(1, 3 * page_size), rng.random() < 0.3)  # type: ignore[arg-type]
@@ -53,12 +52,11 @@ def random_calls(seed: int, num_calls: int = 30) -> Case:
 
 @dataclass
 class Run:
-    """An allocator and its model: a page is free, pending in an open free group, or owned by a request."""
+    """An allocator and its model: a page is free or owned by a request."""
 
     impl: Any
     case: Case
     free: set[int] = field(default_factory=set)
-    waiting: set[int] | None = None
     requests: list[list[int]] = field(default_factory=list)  # slots by position
     trace: list[Any] = field(
         default_factory=list
@@ -71,7 +69,7 @@ class Run:
     def play(self) -> list[Any]:
         for i, call in enumerate(self.case.calls):
             self.what = f"call {i} ({call.kind})"
-            getattr(self, "_" + call.kind.replace(" ", "_"))(call)
+            getattr(self, f"_{call.kind}")(call)
             self._check()
         return self.trace
 
@@ -124,30 +122,7 @@ class Run:
         if self.requests:
             request = self.requests.pop(call.which % len(self.requests))
             self.allocator.free(slots(*request))
-            target = self.free if self.waiting is None else self.waiting
-            target |= {slot // self.case.page_size for slot in request}
-
-    def _group_begin(self, call: Call) -> None:
-        if self.waiting is None:
-            self.allocator.free_group_begin()
-            self.waiting = set()
-
-    def _group_end(self, call: Call) -> None:
-        if self.waiting is not None:
-            self.allocator.free_group_end()
-            self.free |= self.waiting
-            self.waiting = None
-
-    def _roll_back(self, call: Call) -> None:
-        waiting = None if self.waiting is None else set(self.waiting)
-        before = set(self.free), waiting, [list(request) for request in self.requests]
-        state = self.allocator.backup_state()
-        self._extend(call)
-        self._check()
-        self._finish(call)
-        self._check()
-        self.allocator.restore_state(state)
-        self.free, self.waiting, self.requests = before
+            self.free |= {slot // self.case.page_size for slot in request}
 
     def _check(self) -> None:
         page_size = self.case.page_size
