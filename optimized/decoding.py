@@ -5,7 +5,7 @@ Differs from reference: `run` launches a batch and returns; `finish` is called w
 A request decodes from a token that exists on the device only (optimized/overlap/future_map.py). Assumes that
 the end of a request by its length is known ahead. Loses the sampler's overlap where a grammar needs the
 previous token (see `Pipeline.sample`), and one row of work for a request that a stop token ends. (Drafts:
-optimized/speculative/decoding.py.)
+optimized/speculative/speculative_decoding.py.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diptych.optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
+from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight, Pipeline
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import keep_embeddings, to_token_logprobs
 from diptych.shared.scheduling.pages import prepare_for_decode

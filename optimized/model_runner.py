@@ -28,7 +28,7 @@ from diptych.optimized.graphs.extend_graph import ExtendSteps, captured_token_co
 from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
 from diptych.optimized.tiers.host_pool import HostPool
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention

@@ -15,8 +15,8 @@ from typing import Any
 
 from diptych.optimized.decoding import PlainDecoding
 from diptych.optimized.overlap.cached_prompt import CachedPrompt
-from diptych.optimized.overlap.pipeline import BatchInFlight, InFlight
-from diptych.optimized.speculative.decoding import SpeculativeDecoding
+from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight
+from diptych.optimized.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.scheduling.base_scheduler import BaseScheduler

@@ -1,5 +1,5 @@
 """Plain decoding: one token for each running request in a step. (With drafts several:
-reference/speculative/decoding.py.)"""
+reference/speculative/speculative_decoding.py.)"""
 
 from __future__ import annotations
 

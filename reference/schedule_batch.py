@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from diptych.reference.modes.input_embeds import embeds_of_step
+from diptych.reference.modes.select_embeds import embeds_of_step
 from diptych.shared.sampling.logprobs import input_logprob_rows
 from diptych.shared.types import ForwardBatch, Req, ScheduleBatch
 

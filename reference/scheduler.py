@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.reference.decoding import PlainDecoding
-from diptych.reference.speculative.decoding import SpeculativeDecoding
+from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import RadixKey, SchedulerParts
 from diptych.shared.sampling.logprobs import collect_input_logprobs

@@ -54,7 +54,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "flashinfer": "diptych.optimized.attention.flashinfer:FlashInferAttention",
         "fa3": "diptych.optimized.attention.fa3:FA3Attention",
         "flex_attention": "diptych.optimized.attention.flex:FlexAttention",
-        "deterministic": "diptych.optimized.attention.deterministic:DeterministicAttention",
+        "deterministic": "diptych.optimized.attention.fixed_split:DeterministicAttention",
     },
     "mla_attention": {
         "reference": "diptych.reference.mla.mla_attention:ExpandedMLA",
@@ -120,7 +120,7 @@ DETERMINISTIC: dict[str, dict[str, str]] = {
         "sampler": "diptych.reference.modes.deterministic:DeterministicSampler",
     },
     "optimized": {
-        "attention": "diptych.optimized.attention.deterministic:DeterministicAttention",
+        "attention": "diptych.optimized.attention.fixed_split:DeterministicAttention",
         "model_runner": "diptych.optimized.modes.deterministic:DeterministicModelRunner",
         "sampler": "diptych.optimized.modes.deterministic:DeterministicSampler",
     },

@@ -3,7 +3,7 @@
 cp docs/exercises/my_overlap.py my_overlap.py
 diptych check --stage 09 my_overlap.py
 
-The contract is in shared/interfaces/scheduler.py. `Pipeline` in optimized/overlap/pipeline.py holds the
+The contract is in shared/interfaces/scheduler.py. `Pipeline` in optimized/overlap/in_flight.py holds the
 batches that were launched and not processed: `pipeline.batches` (oldest first), `InFlight.rows`,
 `InFlight.results`. `PlainDecoding` in optimized/decoding.py launches a batch (`run`) and takes its tokens
 (`finish`).
@@ -15,8 +15,8 @@ from typing import Any
 
 from diptych.optimized.decoding import PlainDecoding
 from diptych.optimized.overlap.cached_prompt import CachedPrompt
-from diptych.optimized.overlap.pipeline import BatchInFlight, InFlight
-from diptych.optimized.speculative.decoding import SpeculativeDecoding
+from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight
+from diptych.optimized.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.scheduling.base_scheduler import BaseScheduler

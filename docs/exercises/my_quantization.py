@@ -4,7 +4,7 @@ cp docs/exercises/my_quantization.py my_quantization.py
 diptych check --stage 14 my_quantization.py
 
 The contract is in shared/interfaces/quantization.py, and the forms of a weight are in
-shared/types/quantization.py. The layer has `scheme`, `weight`, `weight_scale`, and by scheme `weight_zero`
+shared/types/quant_scheme.py. The layer has `scheme`, `weight`, `weight_scale`, and by scheme `weight_zero`
 and `input_scale`.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from diptych.reference.layers import Linear
 from diptych.shared.interfaces import quantization as interface
-from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127

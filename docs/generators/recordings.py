@@ -79,7 +79,7 @@ RECORDINGS = {
     ),
     "offline-DeepSeek-V2-Lite": Recording(f"{OFFLINE} DeepSeek-V2-Lite -o", 75),
     "decode-attention-fa3": Recording(
-        "python -m diptych.shared.tools.bench.decode_attention --backends triton,fa3 --batch 1,8,64,256 "
+        "python -m diptych.shared.tools.bench.attention_cost --backends triton,fa3 --batch 1,8,64,256 "
         "--context 1024 --json",
         25,
     ),
@@ -87,7 +87,7 @@ RECORDINGS = {
     "prefill-eager": Recording(f"{PREFILL} --disable-cuda-graph --json", 25),
     "mixed": Recording(f"{STEP} Qwen3-8B --mode mixed --batch 128,200 --prefill-tokens 320,512 --json", 25),
     "decode-attention": Recording(
-        "python -m diptych.shared.tools.bench.decode_attention --backends triton,flashinfer,deterministic "
+        "python -m diptych.shared.tools.bench.attention_cost --backends triton,flashinfer,deterministic "
         "--batch 8,32,64,128,256 --context 1024 --json",
         30,
     ),

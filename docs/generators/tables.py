@@ -163,7 +163,7 @@ def families() -> str:
 
 def draft_shapes() -> str:
     """The default shapes of each algorithm of speculation."""
-    from diptych.shared.config.speculation import DEFAULT_SHAPES
+    from diptych.shared.config.speculation_flags import DEFAULT_SHAPES
 
     head = ["Algorithm", *(f"`--speculative-{name}`" for name in ("num-steps", "topk", "num-draft-tokens"))]
     return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")

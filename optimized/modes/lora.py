@@ -25,7 +25,7 @@ from diptych.shared.interfaces import CausalLM
 from diptych.shared.interfaces import layers as layer_interface
 from diptych.shared.interfaces import lora as interface
 from diptych.shared.interfaces.lora import NO_ADAPTER, token_slots
-from diptych.shared.loading.lora import adaptable_modules, check_modules
+from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules
 from diptych.shared.to_device import vectors_to_device
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.lora import LoraAdapter

@@ -13,7 +13,7 @@ from diptych.optimized.moe_runners.flashinfer_cutlass import ALIGNMENT, FlashInf
 from diptych.optimized.moe_runners.layouts import MXFP4, adjacent_inputs
 from diptych.shared.interfaces.moe import TopKOutput
 from diptych.shared.interfaces.quantized_experts import QuantizedExperts
-from diptych.shared.types.quantization import MXFP4_GROUP
+from diptych.shared.types.quant_scheme import MXFP4_GROUP
 
 
 class FlashInferMxfp4Runner(FlashInferCutlassRunner):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diptych.shared.types.quantization import MXFP4_GROUP, QuantScheme
+from diptych.shared.types.quant_scheme import MXFP4_GROUP, QuantScheme
 
 FP8_BLOCKS = QuantScheme("fp8", 128, 128, "group")
 MXFP4 = QuantScheme("mxfp4", 1, MXFP4_GROUP)

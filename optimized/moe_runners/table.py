@@ -21,7 +21,7 @@ from diptych.optimized.moe_runners.base import MoeRunner
 from diptych.optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
 from diptych.optimized.quantized.quantized_moe import QuantizedExperts
 from diptych.shared.config import EngineConfig
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 OWN = ("auto", "triton")
 """Names that work everywhere. triton: the kernels of `diptych.optimized.moe` and

@@ -30,8 +30,8 @@ from diptych.optimized.kernels.linear.quantized_tiles import can_compute, fixed_
 from diptych.optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from diptych.shared.interfaces import layers
 from diptych.shared.interfaces import quantization as interface
-from diptych.shared.modeling import quantization
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.modeling.dequantized_values import dequantized_input
+from diptych.shared.types.quant_scheme import QuantScheme
 
 MAX_WIDENED_TOKENS = 256
 """Beyond, it is faster to dequantize a whole weight than to widen its tiles for every 128 tokens."""
@@ -99,7 +99,7 @@ class QuantizedLinear(interface.QuantizedLinear):
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         if not self._quantizes:
-            return quantization.dequantized_input(x, self.scheme, self.input_scale, self.tp)
+            return dequantized_input(x, self.scheme, self.input_scale, self.tp)
         values = quantize_input(x, self.scheme, self.input_scale, tp=self.tp)
         scale = values.scale
         if scale.dim() == 2 and scale.shape[1] > 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from diptych.optimized.overlap.future_runs import FutureRuns, count_runs
-from diptych.optimized.overlap.pipeline import Pipeline
+from diptych.optimized.overlap.in_flight import Pipeline
 from diptych.optimized.speculative.node_sampler import NodeSampler
 from diptych.optimized.speculative.round import KeptRows, Outcome, RoundInFlight
 from diptych.optimized.speculative.round_batch import RoundBatches

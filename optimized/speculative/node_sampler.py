@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diptych.optimized.overlap.pipeline import Pipeline
+from diptych.optimized.overlap.in_flight import Pipeline
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_texts
 from diptych.shared.types import DraftTree, ForwardBatch, LogitsOutput, Req, SampleOutput, SamplingBatchInfo

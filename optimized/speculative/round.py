@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from diptych.optimized.overlap.pipeline import InFlight
+from diptych.optimized.overlap.in_flight import InFlight
 from diptych.shared.speculation.node_sampling import EarlyBans
 from diptych.shared.types import DraftShape, ForwardBatch, LogprobsOutput, SamplingBatchInfo
 

@@ -18,7 +18,7 @@ from diptych.optimized.graphs.cuda_graph import CudaGraphs
 from diptych.optimized.graphs.draft_graphs import DraftGraphs
 from diptych.optimized.speculative.draft_beams import BeamSteps
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
 from diptych.shared.interfaces import drafter as interface
 from diptych.shared.interfaces.attention import BatchAttention

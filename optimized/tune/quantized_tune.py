@@ -28,7 +28,7 @@ from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, largest_step
 from diptych.optimized.tune.linear_tune import L2_BYTES, LinearShape
 from diptych.optimized.tune.moe_tune import graph_time
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 PARTS = (2, 3, 4, 6)

@@ -13,7 +13,7 @@ import triton
 from diptych.optimized.kernels import gpu_table
 from diptych.optimized.tune import linear_tune, moe_tune, quantized_tune
 from diptych.shared.config import ModelConfig
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 def tune(

@@ -12,7 +12,7 @@ from torch import nn
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.interfaces import lora as interface
 from diptych.shared.interfaces.lora import NO_ADAPTER
-from diptych.shared.loading.lora import adaptable_modules, check_modules
+from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.lora import LoraAdapter
 

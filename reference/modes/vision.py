@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
-from diptych.shared.config.vision import VisionConfig
+from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.loading.safetensors_file import read_checkpoint
 
 PREFIXES = ("model.", "vision_tower.", "vision_model.")

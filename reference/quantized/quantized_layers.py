@@ -8,8 +8,8 @@ from torch import nn
 
 from diptych.reference.layers import Linear
 from diptych.shared.interfaces import quantization as interface
-from diptych.shared.modeling.quantization import dequantize, dequantized_input
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 class QuantizedLinear(interface.QuantizedLinear):

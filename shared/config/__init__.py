@@ -3,8 +3,8 @@
 from diptych.shared.config.draft import DraftConfig, DraftFormat
 from diptych.shared.config.engine import EngineConfig
 from diptych.shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from diptych.shared.config.quantization import QuantConfig
-from diptych.shared.config.speculation import draft_shape
+from diptych.shared.config.quant_config import QuantConfig
+from diptych.shared.config.speculation_flags import draft_shape
 
 __all__ = [
     "DraftConfig",

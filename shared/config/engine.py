@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from diptych.shared.config.deterministic import check_deterministic
+from diptych.shared.config.deterministic_flags import check_deterministic
 from diptych.shared.config.parallel import check_parallel_flags
-from diptych.shared.config.speculation import check_speculation
+from diptych.shared.config.speculation_flags import check_speculation
 
 Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]

@@ -22,7 +22,7 @@ from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
 from diptych.shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from diptych.shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
 from diptych.shared.config.model import HiddenAct, ModelConfig, MoEConfig
-from diptych.shared.config.quantization import QuantConfig
+from diptych.shared.config.quant_config import QuantConfig
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.shared.config.fields import Fields
-from diptych.shared.config.quantization import ALL_LINEAR, REGEX, QuantConfig
-from diptych.shared.types.quantization import MXFP4_GROUP, QuantScheme
+from diptych.shared.config.quant_config import ALL_LINEAR, REGEX, QuantConfig
+from diptych.shared.types.quant_scheme import MXFP4_GROUP, QuantScheme
 
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 

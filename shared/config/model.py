@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from diptych.shared.config.quantization import QuantConfig
+from diptych.shared.config.quant_config import QuantConfig
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 HiddenAct = Literal["silu", "gelu_tanh"]

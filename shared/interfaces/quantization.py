@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diptych.shared.interfaces.collectives import Collectives
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 class QuantizedLinear(nn.Module, ABC):

@@ -9,7 +9,7 @@ from torch import nn
 
 from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.moe import FusedExperts
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero"}
 """A tensor of `QuantScheme.tensors` -> the end of the parameter's name."""

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
-from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import Drafter
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
 

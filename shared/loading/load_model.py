@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
-from diptych.shared.config.speculation import check_windows
+from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
     draft_shapes,
@@ -24,9 +24,9 @@ from diptych.shared.loading.draft_weights import (
 )
 from diptych.shared.loading.kv_sizing import check_memory
 from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.pipeline_stages import Stage, remove_foreign, stage_config
 from diptych.shared.loading.quantize import num_weight_bytes, quantize_linears
 from diptych.shared.loading.shards import Shards, shard_config
-from diptych.shared.loading.stages import Stage, remove_foreign, stage_config
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
 from diptych.shared.parallel.expert_manager import ExpertManager

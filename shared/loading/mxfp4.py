@@ -22,7 +22,7 @@ from diptych.shared.loading.quantized_formats import pack_units
 from diptych.shared.loading.quantized_weights import Layer
 from diptych.shared.loading.safetensors_file import TensorInfo
 from diptych.shared.loading.shards import Shards
-from diptych.shared.types.quantization import MXFP4_GROUP
+from diptych.shared.types.quant_scheme import MXFP4_GROUP
 
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj_(blocks|scales)")
 _SUFFIX = {"blocks": "weight", "scales": "weight_scale"}

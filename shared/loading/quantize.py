@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from diptych.shared.config import ModelConfig, QuantConfig
-from diptych.shared.config.quantization import DEQUANTIZED
+from diptych.shared.config.quant_config import DEQUANTIZED
 from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.layers import MergedLinear
 from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.loading.quantized_formats import pack_units
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import expected_shapes
-from diptych.shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of 8, that each nibble of an int32 is."""

@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.quantization import DEQUANTIZED
+from diptych.shared.config.quant_config import DEQUANTIZED
 from diptych.shared.loading.quantize import quantize_weight, scheme_of_weight
 from diptych.shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
 from diptych.shared.loading.safetensors_file import TensorInfo
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
-from diptych.shared.modeling.quantization import dequantize
-from diptych.shared.types.quantization import INT4_ZERO, STORED, QuantScheme
+from diptych.shared.modeling.dequantized_values import dequantize
+from diptych.shared.types.quant_scheme import INT4_ZERO, STORED, QuantScheme
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -25,7 +25,7 @@ from diptych.shared.loading.quantized_weights import quantized_layers
 from diptych.shared.loading.safetensors_file import INDEX_FILE, SINGLE_FILE, read_checkpoint
 from diptych.shared.loading.weight_names import is_harmless
 from diptych.shared.loading.weights import HEAD, Weights, iterate_weights
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 SCHEMES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "fp8": ({"num_bits": 8, "type": "float", "strategy": "channel"}, True, "float-quantized"),

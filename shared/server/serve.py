@@ -14,7 +14,7 @@ from typing import TypeVar
 import uvicorn
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.server.api.prompts import Prompts
+from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import EngineClient, EngineDead
 from diptych.shared.server.engine.engine_process import EXIT_ENGINE_DIED
 from diptych.shared.server.http.app import create_app

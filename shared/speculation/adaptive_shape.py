@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.shared.config import EngineConfig, draft_shape
-from diptych.shared.config.speculation import shapes_up_to
+from diptych.shared.config.speculation_flags import shapes_up_to
 from diptych.shared.types import DraftShape, Req, SpeculationStats
 
 WINDOW = 32

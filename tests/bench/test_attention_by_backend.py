@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.shared.tools.bench.decode_attention import DecodeCase, decode_batch, main, measure
+from diptych.shared.tools.bench.attention_cost import DecodeCase, decode_batch, main, measure
 from diptych.shared.types import ForwardMode
 
 

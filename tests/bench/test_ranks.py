@@ -15,7 +15,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench import latency, step
-from diptych.shared.tools.bench.round import measure_round
+from diptych.shared.tools.bench.round_cost import measure_round
 from diptych.shared.tools.bench.step import time_step
 from diptych.shared.tools.bench.step_cost import Ceilings, of_rank, step_cost
 from diptych.shared.tools.bench.step_inputs import StepCase

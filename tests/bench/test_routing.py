@@ -1,7 +1,7 @@
 """The simulated router."""
 
 from diptych.shared.server.router.router import RouterSettings
-from diptych.shared.tools.bench.routing import RoutingCase, policies, simulate
+from diptych.shared.tools.bench.router_simulation import RoutingCase, policies, simulate
 
 
 def test_simulated_conversations_hit_more_than_with_round_robin() -> None:

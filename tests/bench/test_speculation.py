@@ -9,8 +9,8 @@ import pytest
 
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.bench.drive import check_fits
-from diptych.shared.tools.bench.prompts import encode, held_out, read_prompts
-from diptych.shared.tools.bench.speculation import Comparison, Departure, Pass, departures, measure
+from diptych.shared.tools.bench.prompt_texts import encode, held_out, read_prompts
+from diptych.shared.tools.bench.speculation_gain import Comparison, Departure, Pass, departures, measure
 from diptych.shared.tools.bench.workloads import Request
 from diptych.shared.types import SpeculationStats
 

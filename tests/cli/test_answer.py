@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fake_engine import FakeLLM
 
-from diptych.shared.tools.commands.answer import Answer, collect
+from diptych.shared.tools.commands.printed_answer import Answer, collect
 from diptych.shared.types import FinishLength, GenerateOutput, SamplingParams, SpeculationStats
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from diptych.shared.engine.llm import LLM
-from diptych.shared.tools.bench.round import engine_flags, measure_round, pieces_of
+from diptych.shared.tools.bench.round_cost import engine_flags, measure_round, pieces_of
 
 EAGLE = {
     "speculative": "eagle3",

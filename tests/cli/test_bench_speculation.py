@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from diptych.shared.tools.bench.speculation import Comparison, Departure
+from diptych.shared.tools.bench.speculation_gain import Comparison, Departure
 from diptych.shared.tools.commands.bench_speculation import choose_batches, departures_text
 
 EAGLE3 = ["eagle3", "--speculative-draft-model=tiny-dense-eagle3"]

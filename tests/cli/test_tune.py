@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from diptych.shared.config.quantization import ONLINE
+from diptych.shared.config.quant_config import ONLINE
 
 Diptych = Callable[..., Result]
 

@@ -9,7 +9,7 @@ import torch
 
 from diptych.shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, QuantConfig, RopeConfig
 from diptych.shared.loading.weight_names import expected_shapes
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
 

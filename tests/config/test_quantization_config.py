@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diptych.shared.config import QuantConfig
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 

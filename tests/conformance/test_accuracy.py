@@ -29,7 +29,7 @@ from diptych.shared.tools.conformance.whole_engine.formats import (
     flags_of,
     measure,
 )
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 @cache

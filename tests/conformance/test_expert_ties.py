@@ -12,7 +12,7 @@ import torch
 from diptych.reference.moe import TopK
 from diptych.shared.config import MoEConfig
 from diptych.shared.tools.conformance.diff.outcome import Outcome
-from diptych.shared.tools.conformance.oracles.routing import experts_part, take_experts
+from diptych.shared.tools.conformance.oracles.router_ties import experts_part, take_experts
 
 from .lockstep_harness import NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import torch
 from safetensors import safe_open
 
+from diptych.shared.tools.conformance.diff.diff_report import PAGE, TENSORS, summary, write_report
 from diptych.shared.tools.conformance.diff.error_chart import Series, error_chart
-from diptych.shared.tools.conformance.diff.report import PAGE, TENSORS, summary, write_report
 
 from .lockstep_harness import compare, divergence_of, plant
 

@@ -16,7 +16,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from diptych.reference.modes.vision import VisionTower
-from diptych.shared.config.vision import read_vision_config
+from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.types import SamplingParams

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import diptych.reference.schedule_batch
-from diptych.reference.modes.input_embeds import embeds_of_step
+from diptych.reference.modes.select_embeds import embeds_of_step
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import input_embeds

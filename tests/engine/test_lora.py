@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from diptych.shared.engine import llm as llm_module
 from diptych.shared.engine.llm import LLM
-from diptych.shared.loading.lora import read_adapter
+from diptych.shared.loading.lora_adapter import read_adapter
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model

@@ -11,7 +11,7 @@ import torch
 
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import ASSETS
-from diptych.shared.tools.bench.round import pieces_of
+from diptych.shared.tools.bench.round_cost import pieces_of
 from diptych.shared.tools.bench.step_inputs import fill_pool
 from diptych.shared.tools.conformance.whole_engine.switches import expect_answers
 from diptych.shared.tools.training.acceptance import measure_acceptance

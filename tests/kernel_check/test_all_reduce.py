@@ -12,8 +12,8 @@ from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.kernels import rank_processes
 from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
 from diptych.shared.tools.conformance.kernels.conventions import convention_of
+from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
-from diptych.shared.tools.conformance.kernels.report import Report
 from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from tests.kernel_check import reductions
 

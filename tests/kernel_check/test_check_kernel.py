@@ -18,8 +18,8 @@ from diptych.shared.tools.conformance.kernels.conventions import (
     convention_of,
     operation_of,
 )
-from diptych.shared.tools.conformance.kernels.report import Report
-from diptych.shared.tools.conformance.kernels.report_html import render
+from diptych.shared.tools.conformance.kernels.kernel_report import Report
+from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 from tests.kernel_check.right import RIGHT
 from tests.kernel_check.wrong import WRONG, fails_at_times, never_returns, one_element_beyond
 

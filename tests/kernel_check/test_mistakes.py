@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+from diptych.shared.tools.conformance.kernels.kernel_report import Report
+from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 from diptych.shared.tools.conformance.kernels.mistakes import PRECISION, is_rounding
-from diptych.shared.tools.conformance.kernels.report import Report
-from diptych.shared.tools.conformance.kernels.report_html import render
 from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from diptych.shared.tools.conformance.kernels.sampler_like import drawn
 from docs.examples.my_kernels import rms_norm, silu_and_mul

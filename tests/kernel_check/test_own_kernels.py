@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.kernels import own_kernels
 from diptych.shared.tools.conformance.kernels.attention_likes import make_mla
 from diptych.shared.tools.conformance.kernels.conventions import LIKES
-from diptych.shared.tools.conformance.kernels.draws import frequency
+from diptych.shared.tools.conformance.kernels.draw_frequencies import frequency
 from diptych.shared.tools.conformance.kernels.layer_likes import make_w8a8
 from diptych.shared.tools.conformance.kernels.one_call import check_form, check_values
 from diptych.shared.tools.conformance.kernels.problem import Problem

@@ -42,12 +42,12 @@ from diptych.optimized.kernels.moe.moe_tiles import GemvTile, Shape
 from diptych.optimized.quantized.quantized_moe import QuantizedExperts
 from diptych.optimized.sampler import Sampler
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.quantization import ONLINE
+from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 from diptych.shared.types import SamplingBatchInfo
 from diptych.shared.types.attention import FP8
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 from tests.kernels.mode_launches import lora, mla
 
 Launch = Callable[[], object]

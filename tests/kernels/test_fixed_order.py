@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diptych.optimized import kernels
-from diptych.optimized.attention import deterministic
-from diptych.optimized.attention.deterministic import DeterministicAttention
+from diptych.optimized.attention import fixed_split
+from diptych.optimized.attention.fixed_split import DeterministicAttention
 from diptych.optimized.kernels.attention.fixed_split_attention import fixed_split_attention
 from diptych.optimized.kernels.attention.qk_norm_rope_store import _tiles
 from diptych.optimized.kernels.linear import fixed_order_gemm
@@ -27,7 +27,7 @@ from diptych.shared.tools.conformance.clauses.device import building
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
 from diptych.shared.types import ForwardMode
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 129, 200, 256)
 HALF = torch.bfloat16
@@ -211,11 +211,11 @@ def expect_row_of_attention(
 ) -> None:
     """All new tokens in one prefill, against some of them as decode steps, alone and together, with a CTA for
     each split and with one for all; and against chunks."""
-    monkeypatch.setattr(deterministic, "fixed_split_attention", kernel)
+    monkeypatch.setattr(fixed_split, "fixed_split_attention", kernel)
     batch = AttentionBatch(case)
     whole = batch.run(DeterministicAttention)
     batch.expect(whole)
-    monkeypatch.setattr(deterministic, "fixed_split_attention", partial(kernel, in_parts=in_parts))
+    monkeypatch.setattr(fixed_split, "fixed_split_attention", partial(kernel, in_parts=in_parts))
     backend = batch.backend(DeterministicAttention)
     ends = [cached + new for cached, new in case.requests]
     last_tokens = [(i, end - 1, end) for i, end in enumerate(ends)]

@@ -20,9 +20,9 @@ from diptych.optimized.kernels.moe import moe_tiles
 from diptych.optimized.kernels.portable import Gpu
 from diptych.optimized.tune import linear_tune, moe_tune, quantized_tune, tune
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.quantization import ONLINE
+from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 TABLE = GpuTable(
     gpu="A GPU",

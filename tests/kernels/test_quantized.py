@@ -23,7 +23,7 @@ from diptych.optimized.kernels.portable import Gpu
 from diptych.optimized.quantized import quantized_layers
 from diptych.optimized.quantized.quantized_layers import QuantizedLinear, QuantizedMergedLinear
 from diptych.shared.loading.quantize import quantize_weight
-from diptych.shared.modeling import quantization
+from diptych.shared.modeling import dequantized_values as exact
 from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_close, expect_equal
 from diptych.shared.tools.conformance.clauses.device import building, check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
@@ -54,8 +54,8 @@ def multiply(
             values, weight, scale, None, scheme, y, residual=None if residual is None else y, tile=tile
         )
     )
-    expected = quantization.dequantized_input(x, scheme, None).double()
-    expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
+    expected = exact.dequantized_input(x, scheme, None).double()
+    expected = expected @ exact.dequantize(weight, scale, None, scheme).double().T
     return y, expected
 
 
@@ -81,8 +81,8 @@ def test_gemv(kind: str, size: int, out: int, tile: GemvTile) -> None:
     run_poisoned(
         lambda: quantized_gemv(values, weight, scale, zero, scheme, y, bias=bias, residual=y, tile=tile)
     )
-    expected = quantization.dequantized_input(x, scheme, static).double()
-    expected = expected @ quantization.dequantize(weight, scale, zero, scheme).double().T
+    expected = exact.dequantized_input(x, scheme, static).double()
+    expected = expected @ exact.dequantize(weight, scale, zero, scheme).double().T
     expect_close("y", y, expected + bias.double() + residual.double(), tolerance("quantized linear", HALF))
 
 
@@ -134,7 +134,7 @@ def test_row_wise_multiplies_padding_too(
     room_of(values.q)[num_tokens:].view(torch.uint8).fill_(0x7F)  # NaN
     if static is None:
         room_of(values.scale)[num_tokens:].fill_(float("nan"))
-    expected = quantization.dequantized_input(x, scheme, static).double()
+    expected = exact.dequantized_input(x, scheme, static).double()
     expected = expected @ (weight.double() * scale.double()).T
     multiplied: list[int] = []
 
@@ -164,8 +164,8 @@ def test_a_measured_tile_adds_the_residual_of_many_tokens(kind: str, monkeypatch
         monkeypatch.setattr(module, "measured_tile", lambda *_: tile)
     result = residual.clone()
     assert layer.add_to(result, x) is result
-    expected = quantization.dequantized_input(x, scheme, None).double()
-    weight = quantization.dequantize(layer.weight, layer.weight_scale, None, scheme)
+    expected = exact.dequantized_input(x, scheme, None).double()
+    weight = exact.dequantize(layer.weight, layer.weight_scale, None, scheme)
     expect_close(
         "sum", result, expected @ weight.double().T + residual.double(), tolerance("quantized linear", HALF)
     )
@@ -191,8 +191,8 @@ def check_split_k(module: ModuleType, kind: str, parts: int, num_tokens: int = 1
         return y
 
     y = run(x)
-    expected = quantization.dequantized_input(x, scheme, None).double()
-    expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
+    expected = exact.dequantized_input(x, scheme, None).double()
+    expected = expected @ exact.dequantize(weight, scale, None, scheme).double().T
     expect_close("y", y, expected + residual.double(), tolerance("quantized linear", HALF))
     other = run(torch.cat([x[:4], draw(num_tokens - 4, 640, seed=9)]))
     expect_equal("tokens beside others", other[:4], y[:4])

@@ -18,7 +18,13 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS, Ask, exact_token, make_info
+from diptych.shared.tools.conformance.oracles.sampling_oracle import (
+    ADJUSTED,
+    KINDS,
+    Ask,
+    exact_token,
+    make_info,
+)
 from diptych.shared.types import SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants import Mutant, optimized_sampling
 from tests.kernels.fast_grid import fast_grid

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diptych.shared.loading.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from diptych.shared.loading.lora_adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
 

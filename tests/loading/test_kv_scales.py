@@ -21,7 +21,7 @@ from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types.attention import FP8, KVScales
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tuple[Path, ModelConfig]:

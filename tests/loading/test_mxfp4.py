@@ -16,9 +16,9 @@ from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weights import iterate_weights
-from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.modeling.dequantized_values import dequantize
 from diptych.shared.parallel.expert_map import in_order
-from diptych.shared.types.quantization import MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import MXFP4_VALUES, QuantScheme
 
 SCHEME = QuantScheme("mxfp4", group_size=32)
 EXPERTS = "model.layers.{}.mlp.experts"

@@ -17,7 +17,7 @@ from diptych.shared.loading import save_quantized as module
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.save_quantized import SCHEMES, pack_int32, save_quantized
 from diptych.shared.tools.cli import app
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 2048}
 

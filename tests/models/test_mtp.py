@@ -20,11 +20,11 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.loading.weights import iterate_weights
-from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.modeling.dequantized_values import dequantize
 from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession, new_draft
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types.outputs import GenerateOutput
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 TOLERANCE = 2e-4  # as in test_parity.py
 HF_CONFIG = {**CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 1}

@@ -16,7 +16,7 @@ import torch
 
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.contracts.moe.experts import experts64
-from diptych.shared.types.quantization import MXFP4_VALUES
+from diptych.shared.types.quant_scheme import MXFP4_VALUES
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:

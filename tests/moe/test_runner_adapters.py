@@ -37,7 +37,7 @@ from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import
     ONE_HOT,
     expected,
 )
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 from tests.moe.runner_libraries import DEEP_GEMM, FLASHINFER, SGL_KERNEL, TRITON_KERNELS, install
 
 CHANNELS = QuantScheme("fp8")

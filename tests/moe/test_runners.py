@@ -24,7 +24,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.contracts.moe.experts import experts64
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 NAMES = tuple(table.NEEDS)
 

@@ -13,7 +13,7 @@ from diptych.shared.engine.processes import launcher
 from diptych.shared.engine.processes.devices import config_of_rank, config_of_replica
 from diptych.shared.engine.processes.ranks import assemble_ranks
 from diptych.shared.parallel.alone import ALONE
-from diptych.shared.parallel.warm_up import warm_up
+from diptych.shared.parallel.first_use import warm_up
 from tests.parallel.tiny_ranks import make_config
 
 

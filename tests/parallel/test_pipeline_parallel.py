@@ -17,7 +17,7 @@ from diptych.reference.parallel.pipeline import PipelineScheduler, Stage
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import SchedulerParts
-from diptych.shared.loading.stages import layers_of
+from diptych.shared.loading.pipeline_stages import layers_of
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
@@ -254,7 +254,7 @@ PLANTED: dict[str, tuple[str, Any]] = {
     ),
     "a send buffer is reused": ("diptych.reference.parallel.pipeline.Stage._start_send", _from_one_buffer),
     "layers are in reverse": (
-        "diptych.shared.loading.stages.layers_of",
+        "diptych.shared.loading.pipeline_stages.layers_of",
         lambda num_layers, rank, size: layers_of(num_layers, size - 1 - rank, size),
     ),
 }

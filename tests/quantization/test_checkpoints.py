@@ -19,7 +19,7 @@ from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weights import iterate_weights
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 from tests.quantization.oracle import tiny_model, write_checkpoint
 
 SOME, LINEAR = "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.k_proj"

@@ -17,6 +17,7 @@ from diptych.shared.config import ModelConfig, QuantConfig
 from diptych.shared.interfaces import QuantizedLinear
 from diptych.shared.loading.load_model import build_model
 from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.pipeline_stages import Stage
 from diptych.shared.loading.quantize import (
     num_weight_bytes,
     quantize_linears,
@@ -24,12 +25,11 @@ from diptych.shared.loading.quantize import (
     with_quantization,
 )
 from diptych.shared.loading.shards import Shards
-from diptych.shared.loading.stages import Stage
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
-from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.modeling.dequantized_values import dequantize
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 TINY = ASSETS / "tiny-dense"
 FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 256}

@@ -8,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from diptych.reference.sampler import Sampler, apply_penalties, filter_mask
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS
+from diptych.shared.tools.conformance.oracles.sampling_oracle import ADJUSTED, KINDS
 from tests.sampler.make import make_info, make_req
 
 

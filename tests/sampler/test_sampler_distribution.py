@@ -5,7 +5,7 @@ import pytest
 from diptych.reference.sampler import Sampler
 from diptych.shared.tools.conformance.contracts.sampler.distribution import LOGITS, NUM_DRAWS
 from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, p_value
-from diptych.shared.tools.conformance.oracles.sampling import Ask, draw_many, exact_distribution
+from diptych.shared.tools.conformance.oracles.sampling_oracle import Ask, draw_many, exact_distribution
 
 TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3)}
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from diptych.shared.config import ModelConfig
 from diptych.shared.engine.llm import LLM
-from diptych.shared.loading.lora import adaptable_modules
+from diptych.shared.loading.lora_adapter import adaptable_modules
 from diptych.shared.loading.model_path import ASSETS
 from tests.server.running import RunningServer, openai_client, serving
 

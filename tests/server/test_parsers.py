@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from diptych.shared.server.api.chat import ChatChoice
-from diptych.shared.server.api.logprobs import TokenTexts
+from diptych.shared.server.api.logprob_fields import TokenTexts
 from diptych.shared.server.api.parsers import ReasoningParser, ToolParser
 from diptych.shared.server.api.protocol import ChatRequest
 from diptych.shared.server.engine.engine_client import Delta

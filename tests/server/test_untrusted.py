@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from diptych.shared.server.api import prompts as prompts_module
-from diptych.shared.server.api.prompts import decode_in_pieces
+from diptych.shared.server.api import encode_prompts as prompts_module
+from diptych.shared.server.api.encode_prompts import decode_in_pieces
 from tests.server.running import RunningServer
 from tests.server.test_faults import SUM, assert_whole, connect, post
 from tests.server.test_limits import ROUTES, num_live, send, status_of, wait_until

@@ -13,7 +13,7 @@ import uvicorn
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import load_tokenizer
 from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.server.api.prompts import Prompts
+from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.http.app import create_app
 from diptych.shared.server.http.state import ServerSettings, ServerState

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from diptych.shared.tools.conformance.oracles.sampling import exact_distribution
+from diptych.shared.tools.conformance.oracles.sampling_oracle import exact_distribution
 from diptych.shared.tools.conformance.server.draws import ALPHA, Asked, Draws, choice_at
-from diptych.shared.tools.conformance.server.tolerance import TABLE
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.types import Req, SamplingParams
 
 EXACT = TABLE["float32"]

@@ -9,10 +9,10 @@ import pytest
 
 from diptych.shared.tools.conformance.server.answer import Answer
 from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.same import difference
 from diptych.shared.tools.conformance.server.session import connect
-from diptych.shared.tools.conformance.server.tolerance import TABLE
 from diptych.shared.tools.conformance.server.verdict import Report
 from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
 from tests.server_check.local_server import LocalServer

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from diptych.shared.tools.cli import app
 from diptych.shared.tools.conformance.server.checks import QUICK, chosen, run_checks
 from diptych.shared.tools.conformance.server.diagnosis import diagnose, is_other_model, wrong_region
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.scored import Scored, judge, score
 from diptych.shared.tools.conformance.server.session import connect
-from diptych.shared.tools.conformance.server.tolerance import TABLE
 from tests.server_check.faults import all_faults
 from tests.server_check.local_server import LocalServer
 

@@ -26,7 +26,7 @@ from diptych.shared.tools.conformance.diff.server_diff import (
 )
 from diptych.shared.tools.conformance.diff.server_diff_report import choice_tables, rows, write_server_report
 from diptych.shared.tools.conformance.server.answer import Answer, read_answer
-from diptych.shared.tools.conformance.server.tolerance import TABLE
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from tests.server_check.local_server import LocalServer
 
 EXACT = TABLE["float32"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.shared.config.speculation import shapes_up_to
+from diptych.shared.config.speculation_flags import shapes_up_to
 from diptych.shared.speculation.adaptive_shape import WINDOW, AdaptiveShape
 from diptych.shared.tools.conformance.oracles.ledger_drafter import Guess, perfect, useless
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness, shape_flags

@@ -16,7 +16,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import Drafter
 from diptych.shared.speculation.adaptive_shape import AdaptiveShape
-from diptych.shared.tools.bench.round import pieces_of
+from diptych.shared.tools.bench.round_cost import pieces_of
 from diptych.shared.tools.bench.step_inputs import fill_pool
 from diptych.shared.tools.conformance.contracts.drafter import drafting as clauses
 from diptych.shared.tools.conformance.contracts.drafter.drafting import Setting

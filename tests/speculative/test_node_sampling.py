@@ -13,7 +13,7 @@ from diptych.optimized.speculative import node_sampler
 from diptych.reference.speculative.draft_tree import DraftTreeOps
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS, Ask
+from diptych.shared.tools.conformance.oracles.sampling_oracle import ADJUSTED, KINDS, Ask
 from diptych.shared.types import DraftTree, Req, SamplingParams
 from tests.speculative.toy import VOCAB_SIZE, node_texts, random_drafter
 

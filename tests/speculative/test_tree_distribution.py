@@ -17,7 +17,7 @@ from diptych.reference.speculative.draft_tree import DraftTreeOps, _accepted
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
 from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, p_value
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, Ask, exact_distribution
+from diptych.shared.tools.conformance.oracles.sampling_oracle import ADJUSTED, Ask, exact_distribution
 from diptych.shared.types import Accepted, DraftTree, Req
 from tests.speculative.toy import VOCAB_SIZE, Drafter, ToyTarget, model_drafter, node_texts, random_drafter
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.shared import registry
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS
+from diptych.shared.tools.conformance.oracles.sampling_oracle import ADJUSTED, KINDS
 from diptych.shared.types import Req
 from tests.speculative.toy import (
     Drafter,

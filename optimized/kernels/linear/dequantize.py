@@ -12,7 +12,7 @@ import triton.language as tl
 from diptych.optimized.kernels.linear.quantize_input import has_fp8
 from diptych.optimized.kernels.linear.quantized_values import widened_e4m3
 from diptych.optimized.kernels.portable import interpreted_rows, rounded
-from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 BLOCK = 1024
 _ZERO = tl.constexpr(INT4_ZERO)

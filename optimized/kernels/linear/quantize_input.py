@@ -26,7 +26,7 @@ from diptych.optimized.kernels.portable import (
     widened,
 )
 from diptych.shared.interfaces.collectives import Collectives
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ON_GPU = tl.constexpr(not INTERPRETED)

@@ -16,7 +16,7 @@ from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.quantized_tiles import Tile
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 FEW_TOKENS = 64
 """Beyond, the rule is that cuBLAS multiplies row-wise FP8."""

@@ -24,7 +24,7 @@ from diptych.optimized.kernels.linear.quantize_input import NUM_COUNTERS, Quanti
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
 from diptych.optimized.kernels.linear.quantized_values import from_nibbles, widened_e4m3
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
-from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)

@@ -24,7 +24,7 @@ from diptych.optimized.kernels.attention.carveout import prefer_l1
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, has_fp8
 from diptych.optimized.kernels.linear.quantized_values import widened_e4m3
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened
-from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 _ZERO = tl.constexpr(INT4_ZERO)
 _INTERPRETED = tl.constexpr(INTERPRETED)

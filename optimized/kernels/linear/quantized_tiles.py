@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diptych.optimized.kernels.portable import Gpu
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 
 class Tile(NamedTuple):

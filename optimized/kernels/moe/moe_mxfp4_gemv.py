@@ -19,7 +19,7 @@ from diptych.optimized.kernels.linear.warp_mma import four
 from diptych.optimized.kernels.moe.moe_act import bias_of, gated
 from diptych.optimized.kernels.moe.moe_quantized_gemm import ExpertWeights
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
-from diptych.shared.types.quantization import MXFP4_GROUP
+from diptych.shared.types.quant_scheme import MXFP4_GROUP
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _UNIT = tl.constexpr(MXFP4_GROUP)

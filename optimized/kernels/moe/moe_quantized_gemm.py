@@ -24,7 +24,7 @@ from diptych.optimized.kernels.linear.quantized_values import widened_e4m3
 from diptych.optimized.kernels.moe.moe_act import gated
 from diptych.optimized.kernels.moe.moe_align import Blocks
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded
-from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)

@@ -8,7 +8,7 @@ from diptych.shared.config.draft import DraftFormat
 from diptych.shared.interfaces.draft_model import DraftModel
 
 DRAFT_MODELS: dict[str, str] = {
-    "eagle": "diptych.reference.speculative.draft_models.eagle:EagleModel",
+    "eagle": "diptych.reference.speculative.draft_models.eagle_layer:EagleModel",
     "eagle3": "diptych.reference.speculative.draft_models.eagle3:Eagle3Model",
     "nextn": "diptych.reference.speculative.draft_models.nextn:NextNModel",
 }

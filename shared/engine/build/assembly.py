@@ -13,9 +13,9 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.config.deterministic import check_deterministic_model
-from diptych.shared.config.speculation import check_windows
-from diptych.shared.config.vision import read_vision_config
+from diptych.shared.config.deterministic_flags import check_deterministic_model
+from diptych.shared.config.speculation_flags import check_windows
+from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.build.component_check import problem_with
 from diptych.shared.engine.requests.embedding import read_reward_head
 from diptych.shared.engine.build.hicache import make_host_cache
@@ -44,14 +44,14 @@ from diptych.shared.loading.kv_sizing import (
 from diptych.shared.loading.load_model import load_model, local_model_config, manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
-from diptych.shared.loading.stages import layers_of
+from diptych.shared.loading.pipeline_stages import layers_of
 from diptych.shared.modeling.forward import attention_layers
 from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
 from diptych.shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.dp_attention import PassDispatch, in_lockstep
 from diptych.shared.parallel.expert_manager import ExpertManager
-from diptych.shared.parallel.warm_up import warm_up
+from diptych.shared.parallel.first_use import warm_up
 from diptych.shared.scheduling.host_cache import tiered
 from diptych.shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 

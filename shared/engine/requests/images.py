@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from diptych.shared.config.vision import VisionConfig
+from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.engine.requests.input_embeds import EngineFacts, check_supported, digest_key
 from diptych.shared.types import PromptEmbeds
 

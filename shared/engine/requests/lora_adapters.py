@@ -7,7 +7,7 @@ from typing import Any
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.interfaces import CausalLM, LoraPool, Scheduler
 from diptych.shared.loading.kv_sizing import num_rows
-from diptych.shared.loading.lora import adaptable_modules, check_modules, read_adapter
+from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules, read_adapter
 from diptych.shared.types import DiffusionParams, LoraAdapter
 
 DEFAULT_MAX_RANK = 16

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.shared.config.vision import VisionConfig
+from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.types import (
     FinishAbort,
     FinishError,

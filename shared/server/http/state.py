@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.api.generation import Generation
-from diptych.shared.server.api.prompts import Prompts
 from diptych.shared.server.api.protocol import SamplingFields
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready

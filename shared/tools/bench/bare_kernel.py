@@ -11,10 +11,10 @@ import torch
 from diptych.shared.tools.bench.ceilings import measure_ceilings, median_time
 from diptych.shared.tools.bench.step_cost import Ceilings
 from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.kernels.kernel_report import Timing, Verdict
 from diptych.shared.tools.conformance.kernels.one_call import limited
 from diptych.shared.tools.conformance.kernels.problem import Convention, Like, Problem
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
-from diptych.shared.tools.conformance.kernels.report import Timing, Verdict
 from diptych.shared.tools.conformance.kernels.run import SECONDS, check_problem
 
 

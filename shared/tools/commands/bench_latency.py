@@ -100,7 +100,7 @@ class LatencyBenchmark(Benchmark):
         }
 
     def measure(self, progress: bench_run.Progress) -> None:
-        from diptych.shared.tools.bench import latency, report
+        from diptych.shared.tools.bench import latency, result_header
         from diptych.shared.tools.bench.step import check_flags
         from diptych.shared.tools.bench.step_cost import is_one_engine, of_rank
         from diptych.shared.tools.bench.workload_bound import stream_bound
@@ -112,9 +112,9 @@ class LatencyBenchmark(Benchmark):
         if self.has_step is None:
             self.has_step = llm.config.device != "cpu" and is_one_engine(llm.config)
         repeats = {name: self.facts[name] for name in ("num_repeats", "num_warm_ups")}
-        self.facts |= report.engine_facts(llm)
+        self.facts |= result_header.engine_facts(llm)
         if ceilings is not None:
-            self.facts["ceilings"] = report.ceilings_as_json(ceilings)
+            self.facts["ceilings"] = result_header.ceilings_as_json(ceilings)
         for case in self.cases:
             result = latency.LatencyResult(case)
             self.results.append(result)

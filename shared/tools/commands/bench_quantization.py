@@ -11,7 +11,7 @@ from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, r
 from diptych.shared.tools.commands.options import integers
 
 if TYPE_CHECKING:
-    from diptych.shared.tools.bench.quantization import LinearResult
+    from diptych.shared.tools.bench.quantized_linear_cost import LinearResult
 
 
 def quantization(
@@ -32,7 +32,7 @@ def quantization(
     from diptych.shared.config import ModelConfig
     from diptych.shared.engine.build.assembly import default_device, default_panel
     from diptych.shared.loading.model_path import resolve_model_path
-    from diptych.shared.tools.bench.quantization import PLAIN, LinearTimes, cases_of
+    from diptych.shared.tools.bench.quantized_linear_cost import PLAIN, LinearTimes, cases_of
 
     device = default_device()
     chosen = panel or default_panel(device)
@@ -54,7 +54,7 @@ def quantization(
 
 
 def _time(name: str, result: LinearResult) -> str:
-    from diptych.shared.tools.bench.quantization import PLAIN
+    from diptych.shared.tools.bench.quantized_linear_cost import PLAIN
 
     time = result.microseconds[name]
     return f"{time:.1f} ({result.microseconds[PLAIN] / time:.2f}x)"

@@ -13,7 +13,7 @@ from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, m
 from diptych.shared.tools.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
-    from diptych.shared.tools.bench.round import RoundResult
+    from diptych.shared.tools.bench.round_cost import RoundResult
 
 
 @spread
@@ -32,7 +32,7 @@ def round_(
 
     For example: --model Qwen3-8B --speculative eagle3 --speculative-draft-model Qwen3-8B-eagle3
     """
-    from diptych.shared.tools.bench.round import check_case
+    from diptych.shared.tools.bench.round_cost import check_case
 
     cases = [  # all of them before an engine is started
         (batch_size, context_len)
@@ -66,8 +66,8 @@ class RoundBenchmark(Benchmark):
 
     def measure(self, progress: bench_run.Progress) -> None:
         from diptych.shared.config import draft_shape
-        from diptych.shared.tools.bench.report import engine_facts
-        from diptych.shared.tools.bench.round import engine_flags, measure_round
+        from diptych.shared.tools.bench.result_header import engine_facts
+        from diptych.shared.tools.bench.round_cost import engine_flags, measure_round
 
         llm = launch.start_engine(engine_flags([batch_size for batch_size, _ in self.cases], self.flags))
         self.facts = engine_facts(llm)

@@ -10,7 +10,7 @@ import typer
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, run
 
 if TYPE_CHECKING:
-    from diptych.shared.tools.bench.routing import RoutingResult
+    from diptych.shared.tools.bench.router_simulation import RoutingResult
 
 
 def routing(
@@ -25,7 +25,7 @@ def routing(
 ) -> None:
     """Simulate `diptych route` on conversations with shared system prompts. No model runs."""
     try:
-        from diptych.shared.tools.bench.routing import RoutingCase, policies, simulate
+        from diptych.shared.tools.bench.router_simulation import RoutingCase, policies, simulate
     except ImportError as error:
         raise ImportError(f"the router needs {error.name}: pip install 'diptych[server]'") from None
     case = RoutingCase(

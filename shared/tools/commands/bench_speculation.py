@@ -15,8 +15,8 @@ from diptych.shared.tools.commands.options import EngineOptions, integers, sprea
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from diptych.shared.tools.bench.prompts import Asked
-    from diptych.shared.tools.bench.speculation import Comparison
+    from diptych.shared.tools.bench.prompt_texts import Asked
+    from diptych.shared.tools.bench.speculation_gain import Comparison
 
 BATCHES = (1, 8, 32)
 
@@ -98,7 +98,7 @@ class SpeculationBenchmark(Benchmark):
         self, flags: dict[str, Any], asked: list[Asked], is_raw: bool, batches: tuple[int, ...],
         max_new_tokens: int, num_repeats: int, num_warm_ups: int,
     ) -> None:  # fmt: skip
-        from diptych.shared.tools.bench.speculation import Comparison
+        from diptych.shared.tools.bench.speculation_gain import Comparison
 
         super().__init__()
         self.flags = flags
@@ -121,10 +121,10 @@ class SpeculationBenchmark(Benchmark):
     def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
         """Measure one engine. It is freed at the end of this call, because the next one needs the memory."""
         from diptych.shared.config import draft_shape
-        from diptych.shared.tools.bench import speculation as bench
+        from diptych.shared.tools.bench import speculation_gain as bench
         from diptych.shared.tools.bench.drive import check_fits
-        from diptych.shared.tools.bench.prompts import encode
-        from diptych.shared.tools.bench.report import engine_facts
+        from diptych.shared.tools.bench.prompt_texts import encode
+        from diptych.shared.tools.bench.result_header import engine_facts
         from diptych.shared.tools.bench.step import free_memory
         from diptych.shared.tools.bench.workloads import Request
 
@@ -160,7 +160,7 @@ class SpeculationBenchmark(Benchmark):
 
 
 def choose_prompts(file: Path | None, num: int | None) -> list[Asked]:
-    from diptych.shared.tools.bench.prompts import held_out, read_prompts
+    from diptych.shared.tools.bench.prompt_texts import held_out, read_prompts
 
     if file is None:
         return held_out(64 if num is None else num)

@@ -113,7 +113,7 @@ class StepBenchmark(Benchmark):
         from diptych.shared.loading.model_path import resolve_model_path
         from diptych.shared.tools.bench import step as bench
         from diptych.shared.tools.bench.ceilings import device_and_dtype, measure_ceilings
-        from diptych.shared.tools.bench.report import ceilings_as_json, engine_facts
+        from diptych.shared.tools.bench.result_header import ceilings_as_json, engine_facts
 
         config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
         flags = bench.engine_flags(model, self.cases, self.flags, config.context_len)

@@ -98,9 +98,9 @@ def run(
     raises that error or `typer.Exit`."""
     bench_run.check_files(plot, trace, output)
 
-    from diptych.shared.tools.bench import report
+    from diptych.shared.tools.bench import result_header
 
-    header, failure = report.header(benchmark.name), None
+    header, failure = result_header.header(benchmark.name), None
     with bench_run.Progress() as progress:
         try:
             benchmark.measure(progress)
@@ -116,7 +116,7 @@ def run(
     is_complete = failure is None and not progress.is_interrupted
     if output is not None and (results or is_complete):
         facts = benchmark.facts | {"is_interrupted": progress.is_interrupted}
-        report.write_json(output, header | facts | {"results": list(map(benchmark.as_json, results))})
+        result_header.write_json(output, header | facts | {"results": list(map(benchmark.as_json, results))})
         print(f"written to {output}")
     if results and trace is not None:
         bench_run.save_trace(trace, benchmark.results[-1].recording)

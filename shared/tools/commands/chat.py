@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diptych.shared.tools.commands import launch
-from diptych.shared.tools.commands.answer import Answer, collect
 from diptych.shared.tools.commands.options import EngineOptions, SamplingOptions, spread
+from diptych.shared.tools.commands.printed_answer import Answer, collect
 
 if TYPE_CHECKING:
     from diptych.shared.engine.llm import LLM

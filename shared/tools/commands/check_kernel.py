@@ -13,8 +13,8 @@ import typer
 from diptych.shared.tools.commands import bench_run
 
 if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.kernels.kernel_report import Report
     from diptych.shared.tools.conformance.kernels.problem import Like
-    from diptych.shared.tools.conformance.kernels.report import Report
 
 
 def check_kernel(
@@ -97,7 +97,7 @@ def check_kernel(
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     if html is not None:
-        from diptych.shared.tools.conformance.kernels.report_html import render
+        from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 
         html.write_text(render(report), encoding="utf-8")
     if report.status:
@@ -157,7 +157,7 @@ def print_report(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from diptych.shared.tools.conformance.kernels.report_html import observed
+    from diptych.shared.tools.conformance.kernels.kernel_report_html import observed
 
     console = Console()
     console.print(Text(report.summary, "bold red" if report.status else "green"))

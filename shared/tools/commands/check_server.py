@@ -98,7 +98,7 @@ def check_server(
     report = Report(facts, context.offers, results, len(checks))
     print_report(report)
     if html is not None:
-        from diptych.shared.tools.conformance.server.report_html import render
+        from diptych.shared.tools.conformance.server.server_report_html import render
 
         html.write_text(render(report), encoding="utf-8")
     if junit is not None:

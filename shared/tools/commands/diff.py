@@ -188,7 +188,7 @@ def diff(
     }
     print_outcome(outcome, facts)
     if out is not None:
-        from diptych.shared.tools.conformance.diff.report import write_report
+        from diptych.shared.tools.conformance.diff.diff_report import write_report
 
         print("written:", *write_report(outcome, out, facts))
     if outcome.divergence is not None:
@@ -311,7 +311,7 @@ def print_outcome(outcome: Outcome, facts: dict[str, str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from diptych.shared.tools.conformance.diff.report import summary
+    from diptych.shared.tools.conformance.diff.diff_report import summary
 
     console = Console()
 

@@ -42,7 +42,7 @@ def diff_servers(
         rows,
         write_server_report,
     )
-    from diptych.shared.tools.conformance.server.tolerance import tolerance_of
+    from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_of
 
     model, dtype = flags[0]["model"], flags[0]["dtype"]
     folder = resolve_model_path(model)

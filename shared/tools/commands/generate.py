@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared.tools.commands import bench_run, launch
-from diptych.shared.tools.commands.answer import Answer, collect
 from diptych.shared.tools.commands.options import EngineOptions, SamplingOptions, spread
+from diptych.shared.tools.commands.printed_answer import Answer, collect
 
 if TYPE_CHECKING:
     from diptych.shared.engine.llm import LLM

@@ -45,7 +45,7 @@ class EnginesBenchmark(Benchmark):
 
     def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
         """Measure one engine. It is freed at the end of this call, because the next one needs the memory."""
-        from diptych.shared.tools.bench.report import engine_facts
+        from diptych.shared.tools.bench.result_header import engine_facts
         from diptych.shared.tools.bench.step import free_memory
 
         llm = launch.start_engine(flags)
@@ -93,7 +93,7 @@ class OfflineBenchmark(EnginesBenchmark):
         self.ceilings: Ceilings | None = None
 
     def measure(self, progress: bench_run.Progress) -> None:
-        from diptych.shared.tools.bench.report import ceilings_as_json
+        from diptych.shared.tools.bench.result_header import ceilings_as_json
 
         if self.has_bound:
             self.ceilings = bench_run.ceilings_of(self.flags)

@@ -27,7 +27,7 @@ def tune(
     import torch
 
     from diptych.shared.config import ModelConfig
-    from diptych.shared.config.quantization import ONLINE
+    from diptych.shared.config.quant_config import ONLINE
     from diptych.shared.loading.model_path import resolve_model_path
 
     names = [name.strip() for name in (quantization or "").split(",") if name.strip()]

@@ -8,7 +8,7 @@ import torch
 
 import diptych.reference.quantized.quantized_layers
 from diptych.reference.quantized.quantized_layers import QuantizedLinear
-from diptych.shared.modeling.quantization import dequantize, dequantized_input
+from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 

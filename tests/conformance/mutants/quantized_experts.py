@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.reference.quantized.quantized_moe import QuantizedExperts
-from diptych.shared.modeling.quantization import dequantize, dequantized_input
+from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
 from tests.conformance.mutants.mutant import mutant_of
 
 

@@ -10,7 +10,7 @@ import torch
 
 import diptych.shared.scheduling.stop_conditions
 from diptych.reference.scheduler import Scheduler
-from diptych.reference.speculative.decoding import SpeculativeDecoding
+from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.reference.speculative.tree import TreeRound
 from diptych.shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant

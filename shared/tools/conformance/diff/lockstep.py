@@ -21,7 +21,7 @@ from diptych.shared.tools.conformance.diff.recorder import (
 )
 from diptych.shared.tools.conformance.diff.side import MAX_IDLE_STEPS, Side
 from diptych.shared.tools.conformance.diff.teacher import Teacher
-from diptych.shared.tools.conformance.oracles.routing import experts_part
+from diptych.shared.tools.conformance.oracles.router_ties import experts_part
 from diptych.shared.types import SamplingParams
 
 

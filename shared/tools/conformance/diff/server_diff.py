@@ -17,7 +17,7 @@ from diptych.shared.tools.conformance.diff.recorder import Recorder
 from diptych.shared.tools.conformance.server.answer import Top
 from diptych.shared.tools.conformance.server.capabilities import Offers, probe
 from diptych.shared.tools.conformance.server.client import Malformed, Refused, Server, Unreachable
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 from diptych.shared.types import SamplingParams
 
 NUM_TOP = 20

@@ -9,7 +9,7 @@ import torch
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.tools.conformance.diff.recorder import SAMPLED_IDS, Key, Recorder, StepRecord
-from diptych.shared.tools.conformance.oracles.routing import ChosenExperts
+from diptych.shared.tools.conformance.oracles.router_ties import ChosenExperts
 
 MAX_IDLE_STEPS = 1000
 """Steps in a row without a new token, while there is work, after which a side counts as stuck. (A retracted

@@ -7,7 +7,7 @@ import torch
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.diff.recorder import Key
 from diptych.shared.tools.conformance.diff.side import Side
-from diptych.shared.tools.conformance.oracles.routing import take_experts
+from diptych.shared.tools.conformance.oracles.router_ties import take_experts
 
 
 class Teacher:

@@ -10,7 +10,7 @@ import torch
 from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.types import SamplingBatchInfo
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.oracles.mla_batches import MLABatch

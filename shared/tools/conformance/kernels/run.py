@@ -15,6 +15,7 @@ from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn
 from diptych.shared.tools.conformance.kernels.collective_likes import expect_same_sums, in_order
+from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 from diptych.shared.tools.conformance.kernels.mistakes import name_mistakes
 from diptych.shared.tools.conformance.kernels.one_call import (
     FAILURES,
@@ -32,7 +33,6 @@ from diptych.shared.tools.conformance.kernels.one_call import (
 from diptych.shared.tools.conformance.kernels.problem import Convention, Like, Problem, variants_of
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 from diptych.shared.tools.conformance.kernels.rank_worker import FORMS
-from diptych.shared.tools.conformance.kernels.report import Report, Verdict
 
 SECONDS = 60.0
 """That one call may take: kernels in Triton's interpreter are slow."""

@@ -11,9 +11,14 @@ from diptych.shared.tools.conformance.clauses.case import Case, table
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.kernels import own_kernels
-from diptych.shared.tools.conformance.kernels.draws import NUM_DRAWS, expect_ids, frequency, limit_of_draws
+from diptych.shared.tools.conformance.kernels.draw_frequencies import (
+    NUM_DRAWS,
+    expect_ids,
+    frequency,
+    limit_of_draws,
+)
 from diptych.shared.tools.conformance.kernels.problem import Like, Problem, Tensors, bytes_of
-from diptych.shared.tools.conformance.oracles.sampling import Ask, filtered
+from diptych.shared.tools.conformance.oracles.sampling_oracle import Ask, filtered
 
 Group = tuple[float, int, float]  # temperature, top-k (-1: none), top-p
 

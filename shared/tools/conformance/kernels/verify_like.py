@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.kernels import own_kernels
-from diptych.shared.tools.conformance.kernels.draws import (
+from diptych.shared.tools.conformance.kernels.draw_frequencies import (
     DRAWS,
     FEW_DRAWS,
     NUM_DRAWS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diptych.shared.tools.conformance.server.client import Answer, Malformed, Refused, Server, Unreachable
-from diptych.shared.tools.conformance.server.tolerance import TABLE, Tolerance
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE, Tolerance
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.server.capabilities import Offers

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 from diptych.shared.tools.conformance.server.scored import Scored, rounded
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
 
 TEMPERATURES = (
     0.1,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -18,7 +18,7 @@ from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.text.token_bytes import TokenBytes
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
-from diptych.shared.tools.conformance.oracles.sampling import adjusted, exact_distribution
+from diptych.shared.tools.conformance.oracles.sampling_oracle import adjusted, exact_distribution
 from diptych.shared.types import Req, SamplingParams
 
 CHUNK = 512  # prompt tokens of one forward pass

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from diptych.shared.tools.conformance.server.checks import Context, Finding, check
 from diptych.shared.tools.conformance.server.distributions import WHY_FILTER, body_of, follows
 from diptych.shared.tools.conformance.server.draws import Asked, Floats, changed_logits, choice_at
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 from diptych.shared.tools.conformance.server.same import num_outliers
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
 
 PENALTIES = ("frequency_penalty", "presence_penalty")
 LARGEST = 2.0  # of OpenAI's range

@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.shared.tools.conformance.server.answer import Answer, Top
 from diptych.shared.tools.conformance.server.checks import Context, Finding, Status
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 
 NUM_TOP = 5
 OWN_SLACK = 1e-6

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diptych.shared.tools.conformance.server.tolerance import Tolerance
+from diptych.shared.tools.conformance.server.logprob_tolerance import Tolerance
 
 MOST_OF_ONE_TEXT = 2
 """Outliers that one text may have in a format that has any."""

@@ -10,8 +10,8 @@ from diptych.shared.tools.conformance.server.answer import Answer
 from diptych.shared.tools.conformance.server.capabilities import HOW_TO_SCORE
 from diptych.shared.tools.conformance.server.checks import Context, Finding, Status, check
 from diptych.shared.tools.conformance.server.diagnosis import diagnose, is_other_model, wrong_region
+from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.scored import Scored, judge, score
-from diptych.shared.tools.conformance.server.tolerance import TABLE
 
 NUM_TOP = 5
 HALF_FORMATS = ("float16", "bfloat16")

@@ -11,8 +11,8 @@ import numpy as np
 from diptych.shared.tools.conformance.server.capabilities import Offers, probe
 from diptych.shared.tools.conformance.server.checks import Context, Limits
 from diptych.shared.tools.conformance.server.client import Server, Unreachable
+from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_of
 from diptych.shared.tools.conformance.server.oracle import Oracle
-from diptych.shared.tools.conformance.server.tolerance import tolerance_of
 from diptych.shared.tools.corpus.corpus import held_out_questions
 
 LENS = (1, 2, 7, 16, 17, 31, 33)

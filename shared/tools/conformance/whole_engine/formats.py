@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from diptych.shared.config.quantization import ONLINE
+from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.tools.corpus.corpus import held_out_questions
 from diptych.shared.tools.corpus.evaluate import engine_answers, score
 from diptych.shared.tools.corpus.exchange import Question

@@ -11,7 +11,7 @@ from diptych.shared import registry
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces import LoraPool
 from diptych.shared.interfaces.lora import NO_ADAPTER
-from diptych.shared.loading.lora import adaptable_modules, content_id_of
+from diptych.shared.loading.lora_adapter import adaptable_modules, content_id_of
 from diptych.shared.loading.weights import dummy_weights
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid
 from diptych.shared.tools.conformance.clauses.clause import contract

@@ -18,7 +18,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned, run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import EXACT, tolerance
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 SCHEMES = {
     "fp8 weight": QuantScheme("fp8"),

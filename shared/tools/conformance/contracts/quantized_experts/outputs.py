@@ -28,7 +28,7 @@ from diptych.shared.tools.conformance.contracts.quantization.linear import (
     expected_weight,
 )
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types.quantization import MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import MXFP4_VALUES, QuantScheme
 
 KINDS = {
     **{name: scheme for name, scheme in SCHEMES.items() if scheme.inputs != "static"},

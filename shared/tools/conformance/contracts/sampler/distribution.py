@@ -11,7 +11,7 @@ from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_true
 from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, independence_p_value, p_value
-from diptych.shared.tools.conformance.oracles.sampling import (
+from diptych.shared.tools.conformance.oracles.sampling_oracle import (
     ADJUSTED,
     GREEDY,
     Ask,

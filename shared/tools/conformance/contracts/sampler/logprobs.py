@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal, expect_form
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
-from diptych.shared.tools.conformance.oracles.sampling import (
+from diptych.shared.tools.conformance.oracles.sampling_oracle import (
     ADJUSTED,
     GREEDY,
     KINDS,

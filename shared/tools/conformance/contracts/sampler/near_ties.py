@@ -12,7 +12,13 @@ from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.clauses.clause import agreement, contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
-from diptych.shared.tools.conformance.oracles.sampling import KINDS, Ask, make_info, run_sampler, sample
+from diptych.shared.tools.conformance.oracles.sampling_oracle import (
+    KINDS,
+    Ask,
+    make_info,
+    run_sampler,
+    sample,
+)
 from diptych.shared.types import Req
 
 INF = float("inf")

@@ -11,7 +11,7 @@ from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
-from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, GREEDY, KINDS, Ask, sample
+from diptych.shared.tools.conformance.oracles.sampling_oracle import ADJUSTED, GREEDY, KINDS, Ask, sample
 
 INF, NAN = math.inf, math.nan
 

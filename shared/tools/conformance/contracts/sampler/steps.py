@@ -14,7 +14,7 @@ from diptych.shared.tools.conformance.clauses.clause import agreement, contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
-from diptych.shared.tools.conformance.oracles.sampling import (
+from diptych.shared.tools.conformance.oracles.sampling_oracle import (
     ADJUSTED,
     GREEDY,
     KINDS,

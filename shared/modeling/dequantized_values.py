@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.shared.interfaces.collectives import Collectives
-from diptych.shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127

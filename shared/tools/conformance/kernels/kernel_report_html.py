@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from jinja2 import Environment
 
-from diptych.shared.tools.conformance.kernels.report import Report
+from diptych.shared.tools.conformance.kernels.kernel_report import Report
 
 WIDTH, HEIGHT = 440, 270  # small, so that text is readable at the width of a phone
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 26, 46

@@ -2,8 +2,8 @@
 
 The pieces are the calls that a scheduler makes, on the engine's own components, for requests of a given
 length. The scheduler's own work is not included. With random weights almost nothing is accepted. The time of
-a round does not depend on what it accepts, so this measures only the cost; shared/tools/bench/speculation.py
-measures the gain.
+a round does not depend on what it accepts, so this measures only the cost;
+shared/tools/bench/speculation_gain.py measures the gain.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Measures the gain of speculation end to end: the same greedy requests with and without it, compared token
 by token.
 
-Unlike the cost of a round (shared/tools/bench/round.py), the gain depends on the model, the draft model and
-the text. Answers end where the model ends them, because text behind an end of sequence is not representative.
+Unlike the cost of a round (shared/tools/bench/round_cost.py), the gain depends on the model, the draft model
+and the text. Answers end where the model ends them, because text behind an end of sequence is not
+representative.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.quantization import ONLINE
+from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.loading.load_model import building
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.tools.bench.workloads import check_least
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 PLAIN = "16 bits"
 L2_BYTES = 64 * 2**20

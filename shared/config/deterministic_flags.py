@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from diptych.shared.config.model import ModelConfig
-from diptych.shared.config.speculation import SpeculationFlags, draft_shape
+from diptych.shared.config.speculation_flags import SpeculationFlags, draft_shape
 
 NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "sampler")
 """Components that compute logits or log-probabilities. The mode brings its own."""

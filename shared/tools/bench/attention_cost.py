@@ -1,6 +1,6 @@
 """Times decode attention by backend: microseconds of one layer in a CUDA graph, against the bytes of K and V.
 
-    python -m diptych.shared.tools.bench.decode_attention --backends triton,flashinfer,fa3 \
+    python -m diptych.shared.tools.bench.attention_cost --backends triton,flashinfer,fa3 \
         --batch 1,8,64,256 --context 1024
 
 Decode steps of `fa3` use the kernels of FlashAttention 2, so it is also measured as a prefill of one token
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.tools.bench import report
+from diptych.shared.tools.bench import result_header
 from diptych.shared.tools.bench.ceilings import measure_ceilings, median_time
 from diptych.shared.types import ForwardBatch, ForwardMode
 from diptych.shared.types.attention import AttentionLayer
@@ -117,8 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
                     results.append({**asdict(case), "backend": label, "us": microseconds, "bound_us": bound})
                     print(f"{batch_size} x {context_len} {label}: {microseconds:.1f} us, bound {bound:.1f}")
     if options.json is not None:
-        facts = {"ceilings": report.ceilings_as_json(ceilings), "results": results}
-        report.write_json(options.json, report.header("decode-attention") | facts)
+        facts = {"ceilings": result_header.ceilings_as_json(ceilings), "results": results}
+        result_header.write_json(options.json, result_header.header("decode-attention") | facts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from diptych.optimized.decoding import PlainDecoding, Tokens
-from diptych.optimized.overlap.pipeline import BatchInFlight, Extension, InFlight
+from diptych.optimized.overlap.in_flight import BatchInFlight, Extension, InFlight
 from diptych.optimized.speculative.chain import ChainRound
 from diptych.optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
 from diptych.optimized.speculative.tree import TreeRound

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diptych.shared.types.quantization import QuantScheme
+from diptych.shared.types.quant_scheme import QuantScheme
 
 ALL_LINEAR = "Linear"
 """As a target: every linear layer of the decoder."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from diptych.shared.config.vision import VisionConfig
+from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.engine.requests.images import (
     MAX_IMAGES,
     bytes_of_data_url,
