@@ -65,8 +65,8 @@ class Transport(interface.Transport):
         self._lock = threading.Lock()  # of the four above
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()  # functions; None: the end
         self._greet()
-        self._writer = threading.Thread(target=self._write, daemon=True)
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer = threading.Thread(target=self._write, name="transport writer", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="transport reader", daemon=True)
         self._writer.start()
         self._reader.start()
 

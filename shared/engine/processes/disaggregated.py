@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import weakref
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -44,6 +45,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
             raise
     scheduler = decode_side(assembly, transport)
     scheduler.child = child  # it ends with the scheduler
+    weakref.finalize(scheduler, transport.close)  # a thread of it that outlives Python aborts the process
     return replace(assembly, scheduler=scheduler)
 
 
