@@ -47,7 +47,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where}: expected an object with keys, found {values!r}")
+            raise ValueError(f"{where}: expected an object with keys, found {values!r:.80}")
         self.values = values
         self.where = where
 
@@ -106,6 +106,12 @@ class Fields:
         if _is_integer(self.values.get(key)):
             return frozenset([self.integer(key, minimum=0)])
         return frozenset(self.integers(key))
+
+
+def only_name(value: Any) -> str:
+    """The text in a list of one text; "": `value` is anything else."""
+    is_one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
+    return value[0] if is_one else ""
 
 
 def _is_integer(value: Any) -> bool:

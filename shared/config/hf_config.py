@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from diptych.shared.config.fields import REQUIRED, Fields
+from diptych.shared.config.fields import REQUIRED, Fields, only_name
 from diptych.shared.config.hf_deepseek import (
     deepseek_moe_layers,
     num_nextn_layers,
@@ -204,12 +204,11 @@ def _architecture(fields: Fields) -> tuple[str, int]:
     """A name of FAMILIES, and the number of labels of a reward model: a ...ForSequenceClassification."""
     supported = f"supported are {', '.join((*FAMILIES, *TEXT_MODELS))}"
     names = fields.raw("architectures", f"a list with one name; {supported}")
-    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
-        name = names[0].replace("ForSequenceClassification", "ForCausalLM")
-        if name in FAMILIES:
-            labels = fields.raw("id2label", "a mapping of labels", default={0: "", 1: ""})
-            return name, len(labels) if name != names[0] else 0
-    raise ValueError(f"{fields.where}: architectures is {names!r}; {supported}")
+    name = only_name(names).replace("ForSequenceClassification", "ForCausalLM")
+    if name in FAMILIES:
+        labels = fields.raw("id2label", "a mapping of labels", default={0: "", 1: ""})
+        return name, len(labels) if name != only_name(names) else 0
+    raise ValueError(f"{fields.where}: architectures is {names!r:.80}; {supported}")
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -223,7 +222,7 @@ def _hidden_act(fields: Fields, family: Family) -> HiddenAct:
     key, supported = ("hidden_activation", "gelu_pytorch_tanh") if family.is_gemma else ("hidden_act", "silu")
     name = fields.raw(key, "a name", default=supported)
     if name != supported:
-        raise ValueError(f"{fields.where}: {key} is {name!r}; supported is {supported}")
+        raise ValueError(f"{fields.where}: {key} is {name!r:.80}; supported is {supported}")
     return HIDDEN_ACTS[supported]
 
 
@@ -242,7 +241,7 @@ def _dtype(fields: Fields) -> torch.dtype:
     key = "dtype" if "dtype" in fields else "torch_dtype"
     name = fields.raw(key, "a name", default="float32")
     if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"{fields.where}: {key} is {name!r}; supported are {', '.join(DTYPES)}")
+        raise ValueError(f"{fields.where}: {key} is {name!r:.80}; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

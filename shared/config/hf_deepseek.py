@@ -31,14 +31,14 @@ def parse_mla(fields: Fields) -> MLAConfig:
 def parse_deepseek_moe(fields: Fields, kind: DeepseekMoE) -> MoEConfig:
     routings = ROUTING[kind]
     method = fields.raw("topk_method", "a name", default=next(iter(routings)))
-    if method not in routings:
+    if method not in tuple(routings):
         raise ValueError(
-            f"{fields.where}: topk_method is {method!r}; supported for this family: {', '.join(routings)}"
+            f"{fields.where}: topk_method is {method!r:.80}; supported for this family: {', '.join(routings)}"
         )
     scoring = fields.raw("scoring_func", "a name", default=SCORING[kind])
     if scoring != SCORING[kind]:
         raise ValueError(
-            f"{fields.where}: scoring_func is {scoring!r}; supported for this family is {SCORING[kind]}"
+            f"{fields.where}: scoring_func is {scoring!r:.80}; supported for this family is {SCORING[kind]}"
         )
     norm_topk_prob = fields.boolean("norm_topk_prob", default=kind == "deepseek-v3")
     if norm_topk_prob and kind == "deepseek-v2":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from diptych.shared.config.draft import DraftConfig, DraftFormat
-from diptych.shared.config.fields import Fields
+from diptych.shared.config.fields import Fields, only_name
 from diptych.shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
 from diptych.shared.config.model import ModelConfig
 
@@ -44,13 +44,13 @@ def parse_draft_config(
     if draft_format is None:
         if found is None:
             raise ValueError(
-                f"{where}: architectures {hf_config['architectures']!r} does not tell this draft model's "
+                f"{where}: architectures {hf_config['architectures']!r:.80} does not tell this draft model's "
                 f"format; name one of {', '.join(get_args(DraftFormat))}"
             )
         draft_format = found
     elif found not in (None, draft_format):
         raise ValueError(
-            f"{where}: architectures {hf_config['architectures']!r} is a draft model of format {found}, "
+            f"{where}: architectures {hf_config['architectures']!r:.80} is a draft model of format {found}, "
             f"not {draft_format}"
         )
     model = _own_layers(fields, family, draft_format, target)
@@ -74,8 +74,8 @@ def _family_and_format(fields: Fields) -> tuple[str, DraftFormat | None]:
     wanted = f"a list with one name, of a family or of its drafts, like {likes}"
     known |= {family: (family, None) for family in FAMILIES}
     names = fields.raw("architectures", wanted)
-    if isinstance(names, list) and len(names) == 1 and names[0] in known:
-        return known[names[0]]
+    if only_name(names) in known:
+        return known[only_name(names)]
     raise fields.error("architectures", wanted)
 
 

@@ -15,7 +15,8 @@ def with_llama4(config: ModelConfig, fields: Fields) -> ModelConfig:
     has_rope = has_rope or [int((layer + 1) % interval != 0) for layer in layers]
     by_default = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
     kinds = fields.raw("layer_types", "a list", default=by_default)
-    if not isinstance(kinds, list) or set(kinds) - {"chunked_attention", "full_attention"}:
+    known = ("chunked_attention", "full_attention")
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         raise fields.error("layer_types", "a list of chunked_attention or full_attention")
     for name, values in (("no_rope_layers", has_rope), ("layer_types", kinds)):
         if len(values) != len(layers):

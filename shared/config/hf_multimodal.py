@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diptych.shared.config.fields import Fields
+from diptych.shared.config.fields import Fields, only_name
 
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # text_config of published checkpoints lacks what is the default of transformers' class
@@ -49,15 +49,15 @@ SHARED = (
 
 def text_part(hf_config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str]:
     """The config of the text model and what to call it in errors; any other config as it is."""
-    names = hf_config.get("architectures") if isinstance(hf_config, Mapping) else None
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_MODELS:
+    name = only_name(hf_config.get("architectures")) if isinstance(hf_config, Mapping) else ""
+    if name not in TEXT_MODELS:
         return hf_config, where
-    architecture, defaults = TEXT_MODELS[names[0]]
+    architecture, defaults = TEXT_MODELS[name]
     text_config = Fields(hf_config, where).raw("text_config", "an object")
     where = f"{where}, text_config"
     model_type = Fields(text_config, where).values.get("model_type", "llama")
     if architecture == "LlamaForCausalLM" and model_type != "llama":
-        raise ValueError(f"{where}: model_type is {model_type!r}; a LLaVA runs with a text model of 'llama'")
+        raise ValueError(f"{where}: model_type is {model_type!r:.80}; the text model of a LLaVA is 'llama'")
     shared = {key: hf_config[key] for key in SHARED if hf_config.get(key) is not None}
     items = Fields(text_config, where).values.items()
     own = {key: value for key, value in items if value is not None or key not in shared}

@@ -21,7 +21,7 @@ def parse_quantization(values: Mapping[str, Any], where: str) -> QuantConfig:
     method = fields.raw("quant_method", wanted)
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(
-            f"{where}: the checkpoint is quantized (quant_method {method}); supported is {wanted}"
+            f"{where}: the checkpoint is quantized (quant_method {method!r:.40}); supported is {wanted}"
         )
     return _METHODS[method](fields)
 
@@ -73,18 +73,19 @@ def _compressed_scheme(group: Fields) -> QuantScheme:
         raise ValueError(f"{group.where}: output_activations are not supported")
     weights = Fields(group.raw("weights", "an object"), f"{group.where}.weights")
     num_bits, kind = weights.integer("num_bits", default=8), weights.raw("type", "a name", default="int")
-    weight_type = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((num_bits, kind))
+    weight_type = {"8 float": "fp8", "8 int": "int8", "4 int": "int4"}.get(f"{num_bits} {kind}")
     strategy = weights.raw("strategy", "a name", default="tensor")
     symmetric = weights.boolean("symmetric", default=True)
     actorder = weights.values.get("actorder")
     strategies = ("channel", "group") if weight_type == "int4" else ("tensor", "channel", "block")
     if weight_type is None or strategy not in strategies:
         raise ValueError(
-            f"{weights.where}: {num_bits} bits of type {kind} with strategy {strategy}; supported are 8 bits "
-            f"float or int by tensor, channel or block, and 4 bits int by channel or group"
+            f"{weights.where}: {num_bits} bits of type {kind!r:.40} with strategy {strategy!r:.40}; "
+            f"supported are 8 bits float or int by tensor, channel or block, and 4 bits int by channel or "
+            f"group"
         )
     if actorder not in (None, "weight", "static") or weights.values.get("dynamic"):
-        raise ValueError(f"{weights.where}: actorder is {actorder!r}; supported are null, weight and static")
+        raise ValueError(f"{weights.where}: actorder is {actorder!r:.80}; supported: null, weight and static")
     rows: int | None = 1
     size = None
     if strategy == "tensor":
@@ -107,9 +108,9 @@ def _with_inputs(scheme: QuantScheme, inputs: Fields) -> QuantScheme:
     is_supported = strategy == "tensor" or (is_dynamic and strategy in ("token", "group"))
     if not is_same or not is_supported or not inputs.boolean("symmetric", default=True):
         raise ValueError(
-            f"{inputs.where}: {num_bits} bits of type {kind} with strategy {strategy}, dynamic {is_dynamic}, "
-            f"for {scheme.weight_type} weights; supported are symmetric values of the weight's type, "
-            f"dynamic by token or group, or static by tensor"
+            f"{inputs.where}: {num_bits} bits of type {kind!r:.40} with strategy {strategy!r:.40}, "
+            f"dynamic {is_dynamic}, for {scheme.weight_type} weights; supported are symmetric values "
+            f"of the weight's type, dynamic by token or group, or static by tensor"
         )
     if strategy == "group" and inputs.integer("group_size") != scheme.group_size:
         raise ValueError(
@@ -176,7 +177,7 @@ def _refuse(fields: Fields, **supported: Any) -> None:
             found.lower() == value if isinstance(found, str) and isinstance(value, str) else found == value
         )
         if found is not None and not is_same:
-            raise ValueError(f"{fields.where}: {key} is {found!r}; supported is {value!r}")
+            raise ValueError(f"{fields.where}: {key} is {found!r:.80}; supported is {value!r}")
 
 
 def _choice(fields: Fields, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
@@ -196,7 +197,7 @@ def _names(fields: Fields, key: str) -> list[str]:
             re.compile(item.removeprefix(REGEX))
         except re.error as error:
             if item.startswith(REGEX):
-                raise ValueError(f"{fields.where}: {key} has {item!r}: {error}") from None
+                raise ValueError(f"{fields.where}: {key} has {item!r:.80}: {error}") from None
     return value
 
 

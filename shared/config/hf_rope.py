@@ -31,7 +31,7 @@ def parse_local_rope(fields: Fields, head_dim: int, default_theta: float) -> Rop
     rope_local_base_freq."""
     rope = Fields(_by_layer_type(fields, "sliding_attention"), f"{fields.where}, sliding_attention")
     if _rope_type(rope) != "default":
-        raise ValueError(f"{rope.where}: rope_type is {_rope_type(rope)!r}; supported is default")
+        raise ValueError(f"{rope.where}: rope_type is {_rope_type(rope)!r:.80}; supported is default")
     default = fields.number("rope_local_base_freq", default=default_theta)
     return RopeConfig(
         "default", rope.number("rope_theta", default=default), _rotary_dim(fields, rope, head_dim)
@@ -97,14 +97,14 @@ def _rope_type(rope: Fields) -> RopeType:
     supported = get_args(RopeType)
     if rope_type in supported:
         return rope_type
-    raise ValueError(f"{rope.where}: rope_type is {rope_type!r}; supported are {', '.join(supported)}")
+    raise ValueError(f"{rope.where}: rope_type is {rope_type!r:.80}; supported are {', '.join(supported)}")
 
 
 def _rotary_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
     key = "partial_rotary_factor"
     where = rope if key in rope else fields
     fraction = where.number(key, default=1.0)
-    rotary_dim = int(head_dim * fraction)
+    rotary_dim = int(head_dim * min(fraction, 2.0))  # an integer, whatever the number
     if fraction > 1.0 or rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(
             f"{where.where}: of head_dim {head_dim}, {key} {fraction:g} leaves {rotary_dim} dimensions to "

@@ -16,6 +16,7 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOO
     ("F8_E4M3", "I8", "U8"), 1
 )
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_FILE_NAME = 255  # bytes; of what file systems take
 
 
 class TensorInfo(NamedTuple):
@@ -50,15 +51,17 @@ def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorIn
     index = folder / INDEX_FILE
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index: expected JSON with a weight_map ({error!r})") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{index} is not an index: it must be JSON with a weight_map ({error!r:.80})"
+        ) from None
     if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map names of tensors to names of files")
     files = sorted(set(weight_map.values()))
-    outside = [file for file in files if Path(file).name != file]
+    outside = [file for file in files if Path(file).name != file or len(file.encode()) > MAX_FILE_NAME]
     if outside:
         raise ValueError(
-            f"{index}: {outside[0]!r} is not a file name; shards are in the folder of their index"
+            f"{index}: {outside[0]!r:.80} is not a file name; shards are in the folder of their index"
         )
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:

@@ -164,7 +164,7 @@ LLAMA3 = CONFIGS["llama-llama3"]["rope_scaling"]
         (
             "mixtral",
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            "quant_method bitsandbytes.*fp8, compr",
+            "quant_method 'bitsandbytes'.*fp8, compr",
         ),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
         (

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diptych.shared.config.hf_config import parse_config, read_json
-from diptych.shared.loading.safetensors_file import read_header
+from diptych.shared.config.hf_config import parse_config, read_config, read_json
+from diptych.shared.config.hf_draft_config import parse_draft_config
+from diptych.shared.config.hf_quantization import parse_quantization
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.safetensors_file import INDEX_FILE, read_checkpoint, read_header
 from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from tests.config import test_quantization_config as quantized
+from tests.config.test_draft_config import EAGLE3
 from tests.house.tree import ROOT
 
 ASSET = ROOT / "shared" / "assets" / "tiny-dense"
@@ -44,6 +51,92 @@ def test_numbers_beyond_any_model(changes: dict[str, Any]) -> None:
     config = json.loads((ASSET / "config.json").read_text())
     with pytest.raises(ValueError, match=r"at most|context of|must be"):
         parse_config({**config, **changes})
+
+
+class Watched(dict[str, Any]):
+    """A JSON object that notes the paths of all keys that are looked up in it, `x.y` of an inner one."""
+
+    def __init__(self, values: dict[str, Any], noted: set[str], place: str = "") -> None:
+        inner = {k: Watched(v, noted, f"{place}{k}.") for k, v in values.items() if isinstance(v, dict)}
+        super().__init__(values | inner)
+        self.noted, self.place = noted, place
+        noted |= {place + key for key in values}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.noted.add(self.place + key)
+        return super().get(key, default)
+
+
+def parse_draft(config: dict[str, Any]) -> object:
+    return parse_draft_config(config, read_config(ASSETS / "configs" / "Llama-3.1-8B"))
+
+
+def parse_quantized(config: dict[str, Any]) -> object:
+    return parse_quantization(config, "config.json")
+
+
+FILES: dict[str, tuple[Callable[[dict[str, Any]], object], dict[str, Any]]] = {
+    **{name: (parse_config, config) for name, config in CONFIGS.items()},
+    "eagle3": (parse_draft, EAGLE3),
+    "fp8": (parse_quantized, quantized.group(quantized.FP8, quantized.TOKEN)),
+    **{name.lower(): (parse_quantized, getattr(quantized, name)) for name in ("GPTQ", "AWQ", "TORCHAO")},
+}
+LONG = "x" * 5000
+HOSTILE = [
+    None,
+    False,
+    0,
+    -1,
+    2**63,
+    10**400,
+    1e-308,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    LONG,
+    "a\nb",
+    [],
+    {},
+]
+HOSTILE += [[["x"]], [None], [1e308], [LONG] * 100, {"x": {"y": [1]}}, {"x": LONG}]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hostile_values_of_every_key(name: str) -> None:
+    """One key of a file at a time: it is read, or refused in one short line."""
+    parse, config = FILES[name]
+    keys: set[str] = set()
+    parse(Watched(config, keys))
+    for key in sorted(keys):
+        *outer, last = key.split(".")
+        for value in HOSTILE:
+            changed = deepcopy(config)
+            place = changed
+            for part in outer:
+                place = place[part]
+            place[last] = value
+            try:
+                parse(changed)
+            except ValueError as error:
+                message = str(error)
+            except Exception as error:
+                raise AssertionError(f"{key}={value!r:.80}: {error!r}") from error
+            else:
+                continue
+            assert len(message.splitlines()) == 1, (key, message)
+            assert len(message) < 600, (key, message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps({"weight_map": {"w": LONG}}), json.dumps({"weight_map": {LONG: "a"}}), '{"a":' * 10_000],
+)
+def test_hostile_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"is not an index|is not a file name|are not there") as raised:
+        read_checkpoint(tmp_path)
+    assert len(str(raised.value)) < 600
 
 
 def test_nested_json(tmp_path: Path) -> None:
