@@ -166,14 +166,14 @@ def _plain_decoder(hf_tokenizer: Any) -> Any:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """End Python code of this thread that runs longer, by a `ValueError` at its next line. Works in every
-    thread, which a signal would not."""
-    end = time.monotonic() + seconds
+    """End Python code of this thread that computes longer, by a `ValueError` at its next line. Works in every
+    thread, which a signal would not. CPU time counts: other threads and processes change nothing."""
+    end = time.thread_time() + seconds
     before = sys.gettrace()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > end:
-            raise ValueError(f"{what} takes longer than {seconds:g} s")
+        if time.thread_time() > end:
+            raise ValueError(f"{what} takes longer than {seconds:g} s of CPU time")
         return trace
 
     sys.settrace(trace)

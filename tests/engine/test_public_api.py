@@ -124,6 +124,28 @@ def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
     assert isinstance(first.finish_reason, FinishAbort)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(("a", 2), ("a#1", 1)), (("a#1", 1), ("a", 2)), (("a", 2), ("a", 1))]
+)
+def test_an_id_of_a_sample_is_taken(llm: LLM, first: tuple[str, int], second: tuple[str, int]) -> None:
+    """`abort` of it would end two requests."""
+    llm.submit("one", SamplingParams(n=first[1]), rid=first[0])
+    with pytest.raises(ValueError, match=f"'{max(first[0], second[0])}' is in use"):
+        llm.submit("two", SamplingParams(n=second[1]), rid=second[0])
+    assert llm.stats().num_waiting == first[1]
+    assert llm.abort(first[0])
+
+
+def test_an_id_that_is_chosen_is_free(llm: LLM) -> None:
+    (chosen,) = llm.submit("one", SamplingParams())
+    number = int(chosen.rid.removeprefix("req-"))
+    (given,) = llm.submit("two", SamplingParams(), rid=f"req-{number + 1}")
+    (third,) = llm.submit("three", SamplingParams())
+    assert len({chosen.rid, given.rid, third.rid}) == 3
+    for each in (chosen, given, third):
+        assert llm.abort(each.rid)
+
+
 def test_an_abort_within_a_step_waits_for_its_end(llm: LLM) -> None:
     """As the garbage collector may close a stream in the middle of a step."""
     (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")

@@ -6,14 +6,18 @@ from diptych.shared.interfaces import Detokenizer
 from diptych.shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, StepOutput, TokenLogprob
 
 
+def sample_ids(name: str, n: int) -> list[str]:
+    """The ids of the n samples of a request, as users see them."""
+    return [name] if n == 1 else [f"{name}#{i}" for i in range(n)]
+
+
 class OutputCollector:
     """The outputs of one request. Without a detokenizer the text stays empty."""
 
     def __init__(self, req: Req, index: int, detokenizer: Detokenizer | None, submitted_as: str) -> None:
         self.req = req
         self.scheduler_rid = req.rid
-        n = req.sampling_params.n
-        self.rid = submitted_as if n == 1 else f"{submitted_as}#{index}"  # as users see it
+        self.rid = sample_ids(submitted_as, req.sampling_params.n)[index]
         self.submitted_as = submitted_as  # the id that all samples of a request share
         self.index = index
         self.num_prompt_tokens = len(req.origin_input_ids)
