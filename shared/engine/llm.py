@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 from diptych.shared.config import EngineConfig
@@ -22,7 +22,7 @@ from diptych.shared.engine.requests.embedding import (
 from diptych.shared.engine.requests.images import ImagesPrompt, images_prompt, take_images, with_images
 from diptych.shared.engine.requests.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from diptych.shared.engine.requests.lora_adapters import adapters_of, cache_namespace
-from diptych.shared.engine.requests.output_collector import OutputCollector, sample_ids
+from diptych.shared.engine.requests.output_collector import OutputCollector, new_name, sample_ids, unused_id
 from diptych.shared.engine.requests.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
 from diptych.shared.engine.requests.request_seeds import RequestSeeds
 from diptych.shared.sampling.processors import LogitProcessor
@@ -203,7 +203,7 @@ class LLM:
             compiled.result()  # before the lock is taken, so that other threads continue
         text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
-            name = self._free_name(rid, sampling_params.n)
+            name = new_name(rid, sampling_params.n, self._names, self._collectors)
             mark, draws = self._seeds.mark(), sampling_params.seed is None
             seed = self._seeds.draw() if draws else sampling_params.seed
             collectors: list[OutputCollector] = []
@@ -215,7 +215,7 @@ class LLM:
                 for i in range(sampling_params.n):
                     # --8<-- [start:make-req]
                     req = Req(
-                        rid=self._unused_rid(sample_ids(name, sampling_params.n)[i]),
+                        rid=unused_id(sample_ids(name, sampling_params.n)[i], self._collectors),
                         origin_input_ids=prompt_ids,
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
@@ -256,21 +256,6 @@ class LLM:
         """Forget an adapter. Raises `ValueError` while a request uses it."""
         with self._exclusive():
             adapters_of(self.assembly.lora).unload(name, self.scheduler)
-
-    def _free_name(self, rid: str | None, n: int) -> str:
-        """The id of a new request. Raises if a live request has it or the id of one of its n samples."""
-        if rid is None:
-            return next(name for name in (f"req-{i}" for i in self._names) if name not in self._collectors)
-        taken = {each for c in self._collectors.values() if c.holds_id for each in (c.rid, c.submitted_as)}
-        for each in (rid, *sample_ids(rid, n)):
-            if each in taken:
-                raise ValueError(f"request id {each!r} is in use")
-        return rid
-
-    def _unused_rid(self, rid: str) -> str:
-        """An id for the scheduler, where a request keeps its id until its end is reported."""
-        candidates = chain([rid], (f"{rid}:{i}" for i in count()))
-        return next(name for name in candidates if name not in self._collectors)
 
     # --8<-- [start:step-in-process]
     def step(self) -> bool:

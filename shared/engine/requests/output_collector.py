@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import chain, count
+
 from diptych.shared.interfaces import Detokenizer
 from diptych.shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, StepOutput, TokenLogprob
 
@@ -90,3 +93,21 @@ class OutputCollector:
             input_logprobs=self.input_logprobs,
             speculation=self.speculation,
         )
+
+
+def new_name(rid: str | None, n: int, names: Iterator[int], collectors: Mapping[str, OutputCollector]) -> str:
+    """The id of a new request: `rid`, or the next of `names`. Raises `ValueError` if a live request has it or
+    the id of one of its n samples."""
+    if rid is None:
+        return next(name for name in (f"req-{i}" for i in names) if name not in collectors)
+    taken = {each for c in collectors.values() if c.holds_id for each in (c.rid, c.submitted_as)}
+    for each in (rid, *sample_ids(rid, n)):
+        if each in taken:
+            raise ValueError(f"request id {each!r} is in use")
+    return rid
+
+
+def unused_id(rid: str, collectors: Mapping[str, OutputCollector]) -> str:
+    """An id for the scheduler, where a request keeps its id until its end is reported."""
+    candidates = chain([rid], (f"{rid}:{i}" for i in count()))
+    return next(name for name in candidates if name not in collectors)
