@@ -1,7 +1,9 @@
 """Settings of every test: no network, one thread, a fixed seed, and no GPU test that quietly does not run."""
 
 import gc
+import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -99,23 +101,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             values[:] = fast or values  # without values, pytest would report a skipped test
 
 
-def _needs_more_gpus(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("gpus")
-    if marker is None:
-        return False
-    import torch
+def _missing(item: pytest.Item) -> str:
+    """What a test needs and this computer lacks: GPUs, or a library. Empty: nothing."""
+    for marker in item.iter_markers("gpus"):
+        import torch
 
-    return torch.cuda.device_count() < marker.args[0]
+        if torch.cuda.device_count() < marker.args[0]:
+            return f"{marker.args[0]} GPUs"
+    libraries = (name for marker in item.iter_markers("library") for name in marker.args)
+    return next((name for name in libraries if importlib.util.find_spec(name) is None), "")
+
+
+MISSING = pytest.StashKey[Counter[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    too_few = [item for item in items if _needs_more_gpus(item)]
-    if too_few:
-        config.hook.pytest_deselected(items=too_few)
-        items[:] = [item for item in items if item not in too_few]
+    missing = [_missing(item) for item in items]
+    config.stash[MISSING] = Counter(filter(None, missing))
+    if any(missing):
+        config.hook.pytest_deselected(items=[item for item, name in zip(items, missing) if name])
+        items[:] = [item for item, name in zip(items, missing) if not name]
     for item in items:
         if item.get_closest_marker("gpu") and not cuda_is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return [
+        f"deselected: {count} tests need {name}"
+        for name, count in config.stash.get(MISSING, Counter()).items()
+    ]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -49,7 +49,7 @@ def test_lives_of_requests_wait_for_nothing(page_size: int) -> None:
             tree.cache_unfinished_req(req)
             req.output_ids.append(1)
         for _ in range(20):
-            prepare_for_decode(reqs, rows, allocator)
+            prepare_for_decode(reqs, rows, allocator, tree)
             for req in reqs:
                 req.output_ids.append(1)
         for req in reqs[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -59,11 +58,12 @@ def make(kind: str, num_tokens: int, num_used: int, **options: Any) -> tuple[Any
     return dense, x, topk, lambda: experts64(x, topk, *matrices, case.swiglu_limit).cuda()
 
 
-@pytest.mark.parametrize(("name", "kind", "options"), WEIGHTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [pytest.param(*case, marks=pytest.mark.library(table.NEEDS[case[0]].library)) for case in WEIGHTS],
+    ids=lambda value: str(value),
+)
 def test_runner(name: str, kind: str, options: dict[str, Any]) -> None:
-    needs = table.NEEDS[name]
-    if importlib.util.find_spec(needs.library) is None:
-        pytest.skip(f"{name} needs {needs.library}: pip install {needs.install}")
     runner_class = table.find_runner(name, "none", torch.device("cuda"))
     for num_tokens, num_used in ((1, 4), (23, 4), (200, 4), (200, 1)):
         experts, x, topk, wanted = make(kind, num_tokens, num_used, **options)
