@@ -46,7 +46,7 @@ from diptych.shared.parallel.alone import ALONE
 from diptych.shared.types.attention import AttentionLayer
 
 
-class LlamaAttention(nn.Module):
+class DecoderAttention(nn.Module):
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: interface.RotaryEmbedding
     ) -> None:
@@ -96,8 +96,8 @@ class LlamaAttention(nn.Module):
     # --8<-- [end:attention-forward]
 
 
-class LlamaDecoderLayer(nn.Module):
-    attention_class: type[LlamaAttention] = LlamaAttention
+class DecoderLayer(nn.Module):
+    attention_class: type[DecoderAttention] = DecoderAttention
 
     def __init__(
         self,
@@ -162,10 +162,10 @@ class LlamaDecoderLayer(nn.Module):
         return sum_later(self.tp, linear(x)), residual
 
 
-class LlamaModel(nn.Module):
+class DecoderModel(nn.Module):
     """The model without the head. With several ranks each has some rows of the embedding."""
 
-    layer_class: type[nn.Module] = LlamaDecoderLayer
+    layer_class: type[nn.Module] = DecoderLayer
 
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
@@ -223,8 +223,9 @@ def _capture(
         captured[layer_id] = total.clone() if residual is None else layer_output(total, residual)
 
 
-class LlamaForCausalLM(CausalLM):
-    body_class: type[LlamaModel] = LlamaModel
+class DecoderForCausalLM(CausalLM):
+    body_class: type[DecoderModel] = DecoderModel
+    selects_rows = True
     is_deterministic = False
 
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:

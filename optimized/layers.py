@@ -24,7 +24,7 @@ from diptych.optimized.kernels.linear import (
     small_batch_linear,
 )
 from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from diptych.optimized.kernels.linear.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.shared.config import RopeConfig
 from diptych.shared.interfaces import layers as interface
 from diptych.shared.interfaces.attention import BatchAttention
@@ -72,8 +72,8 @@ class Linear(nn.Module):
         return (self.add_to(residual, x), None) if parts is None else (parts, residual)
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
-        """act_fn(gate_up), as forward takes it."""
-        return act_fn(gate_up)
+        """act_fn of the halves of gate_up, as forward takes it."""
+        return act_fn(*gate_up.chunk(2, dim=-1))
 
     def uses_gemv(self, x: torch.Tensor) -> bool:
         return use_gemv(x) and not self.is_deterministic
@@ -172,13 +172,13 @@ class RotaryEmbedding(interface.RotaryEmbedding):
 
 
 class SiluAndMul(interface.SiluAndMul):
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(gate_up)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return act_and_mul(gate, up)
 
 
 class GeluTanhAndMul(interface.GeluTanhAndMul):
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gelu_tanh_and_mul(gate_up)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return act_and_mul(gate, up, is_gelu=True)
 
 
 class MergedLinear(interface.MergedLinear, Linear):

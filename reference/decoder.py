@@ -1,7 +1,7 @@
 """The decoder of all dense families; with an MoE in place of the MLP also of MoE families.
 
 The features of a family are fields of ModelConfig: biases, norms on the heads of q and k, sliding windows,
-experts. The other files of this folder list the features of their family.
+experts. The files in models/ are of the families whose forward pass differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diptych.shared.parallel.alone import ALONE
 from diptych.shared.types.attention import AttentionLayer
 
 
-class LlamaAttention(nn.Module):
+class DecoderAttention(nn.Module):
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
     ) -> None:
@@ -72,8 +72,8 @@ class LlamaAttention(nn.Module):
         # --8<-- [end:attention-forward]
 
 
-class LlamaDecoderLayer(nn.Module):
-    attention_class: type[LlamaAttention] = LlamaAttention
+class DecoderLayer(nn.Module):
+    attention_class: type[DecoderAttention] = DecoderAttention
 
     def __init__(
         self,
@@ -98,30 +98,19 @@ class LlamaDecoderLayer(nn.Module):
             act_fn = act_fn_class(config, layers)
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        attention: BatchAttention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's input is x + residual (x alone in the first layer), and so is its output: the norm that
-        follows computes the sum."""
-        # --8<-- [start:decoder-layer]
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add_and_norm(x, residual)
-        x = self.tp.all_reduce(self.self_attn(x, positions, attention))  # each rank has some of the heads
-        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.tp.all_reduce(self.mlp(x)), residual  # and a part of the intermediate size
+    # --8<-- [start:decoder-layer]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        heads = self.self_attn(self.input_layernorm(x), positions, attention)
+        x = x + self.tp.all_reduce(heads)  # each rank has some of the heads
+        hidden = self.mlp(self.post_attention_layernorm(x))
+        return x + self.tp.all_reduce(hidden)  # and a part of the intermediate size
         # --8<-- [end:decoder-layer]
 
 
-class LlamaModel(nn.Module):
+class DecoderModel(nn.Module):
     """The model without the head. With several ranks each has some rows of the embedding."""
 
-    layer_class: type[nn.Module] = LlamaDecoderLayer
+    layer_class: type[nn.Module] = DecoderLayer
 
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
@@ -143,21 +132,20 @@ class LlamaModel(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        x: torch.Tensor,
         positions: torch.Tensor,
         attention: BatchAttention,
-        captured: dict[int, torch.Tensor] | None = None,
-        input_embeds: torch.Tensor | None = None,
+        captured: dict[int, torch.Tensor],
     ) -> torch.Tensor:
+        """x [num_tokens, hidden_size]: the input of layer 0. `captured`: see CausalLM."""
         # --8<-- [start:model-forward]
-        x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
         for layer_id, layer in enumerate(self.layers):
-            if captured is not None:
-                _capture(captured, layer_id, x, residual)
-            x, residual = layer(x, residual, positions, attention)
-        if captured is not None:
-            _capture(captured, len(self.layers), x, residual)
-        return self.norm.add_and_norm(x, residual)[0]
+            if layer_id in captured:
+                captured[layer_id] = x
+            x = layer(x, positions, attention)
+        if len(self.layers) in captured:
+            captured[len(self.layers)] = x
+        return self.norm(x)
         # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -166,16 +154,8 @@ class LlamaModel(nn.Module):
         return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
 
 
-def _capture(
-    captured: dict[int, torch.Tensor], layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
-) -> None:
-    """A copy of a layer's input, if requested: the layer may overwrite the original."""
-    if layer_id in captured:
-        captured[layer_id] = x.clone() if residual is None else x + residual
-
-
-class LlamaForCausalLM(CausalLM):
-    body_class: type[LlamaModel] = LlamaModel
+class DecoderForCausalLM(CausalLM):
+    body_class: type[DecoderModel] = DecoderModel
 
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
@@ -194,8 +174,8 @@ class LlamaForCausalLM(CausalLM):
         captured: dict[int, torch.Tensor] | None = None,
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden_states = self.model(input_ids, positions, attention, captured, input_embeds)
-        return hidden_states if attention.rows is None else hidden_states[attention.rows]
+        x = self.embed(input_ids) if input_embeds is None else input_embeds
+        return self.model(x, positions, attention, captured or {})
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(input_ids)

@@ -34,10 +34,6 @@ class RMSNorm(interface.RMSNorm):
         normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight.to(x.dtype)
 
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x + residual
-        return self.forward(residual), residual
-
 
 class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,17 +83,15 @@ class RotaryEmbedding(interface.RotaryEmbedding):
 
 
 class SiluAndMul(interface.SiluAndMul):
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        return (F.silu(gate) * up).to(up.dtype)
 
 
 class GeluTanhAndMul(interface.GeluTanhAndMul):
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+        return (F.gelu(gate, approximate="tanh") * up).to(up.dtype)
 
 
 class MLP(nn.Module):
@@ -117,5 +111,4 @@ class MLP(nn.Module):
         self.act_fn = act_fn()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
-        return self.down_proj(self.act_fn(gate_up))
+        return self.down_proj(self.act_fn(self.gate_proj(x), self.up_proj(x)))

@@ -79,8 +79,8 @@ class FusedExperts(interface.FusedExperts):
                 continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
             b13, b2 = (None if b is None else b[expert_id] for b in (self.b13, self.b2))
-            gate_up = F.linear(x[token_rows], self.w13[expert_id], b13)
-            hidden = F.linear(self.act_fn(gate_up), self.w2[expert_id], b2)
+            gate, up = F.linear(x[token_rows], self.w13[expert_id], b13).chunk(2, dim=-1)
+            hidden = F.linear(self.act_fn(gate, up), self.w2[expert_id], b2)
             y.index_add_(0, token_rows, hidden.to(y.dtype) * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
         # --8<-- [end:run-experts]

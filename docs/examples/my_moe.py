@@ -22,8 +22,8 @@ class MyExperts(FusedExperts):
         ids = topk.topk_ids.clamp(min=0).long()  # [num_tokens, k]
         w13, w2 = self.w13[ids], self.w2[ids]  # [num_tokens, k, rows, columns]
         b13, b2 = (0.0 if b is None else b[ids] for b in (self.b13, self.b2))
-        act = self.act_fn(torch.einsum("th,tkih->tki", x, w13) + b13)
-        y = torch.einsum("tki,tkhi->tkh", act, w2) + b2
+        gate, up = (torch.einsum("th,tkih->tki", x, w13) + b13).chunk(2, dim=-1)
+        y = torch.einsum("tki,tkhi->tkh", self.act_fn(gate, up), w2) + b2
         return (y.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
     # --8<-- [end:gathered-experts]

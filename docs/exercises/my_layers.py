@@ -39,10 +39,6 @@ class RMSNorm(interface.RMSNorm):
         """x [..., hidden_size] -> the same shape and dtype."""
         raise NotImplementedError("TODO norm: x / sqrt(mean(x²) + eps) * weight, the mean in float32")
 
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., hidden_size] -> (norm(x + residual), x + residual)."""
-        raise NotImplementedError("TODO norm: (norm of the sum, the sum)")
-
 
 class RotaryEmbedding(interface.RotaryEmbedding):
     """One object serves all layers of a model: cos and sin of every position are computed once."""
@@ -73,11 +69,9 @@ class RotaryEmbedding(interface.RotaryEmbedding):
 
 
 class SiluAndMul(interface.SiluAndMul):
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [..., 2 * n] -> [..., n]."""
-        raise NotImplementedError(
-            "TODO activation: silu of the first half, in float32, times the second half"
-        )
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate, up [..., n] -> [..., n]."""
+        raise NotImplementedError("TODO activation: silu of gate, in float32, times up")
 
 
 class MLP(nn.Module):
@@ -97,5 +91,4 @@ class MLP(nn.Module):
         self.act_fn = act_fn()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
-        return self.down_proj(self.act_fn(gate_up))
+        return self.down_proj(self.act_fn(self.gate_proj(x), self.up_proj(x)))

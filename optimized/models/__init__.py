@@ -15,29 +15,29 @@ from diptych.shared.interfaces.model import CausalLM
 
 MODELS = {
     # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
-    "LlamaForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "LlamaForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # a sliding window in every layer, in early releases
-    "MistralForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "MistralForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
     "Gemma2ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
     # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
     "Gemma3ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
-    "GptOssForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "GptOssForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # chunked attention with RoPE, full attention without; one expert of many, and a shared one
     "Llama4ForCausalLM": "diptych.optimized.models.llama4:Llama4ForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
-    "MixtralForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "MixtralForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on
-    "Qwen2ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
-    "Qwen3ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
-    "Qwen3MoeForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
-    "DeepseekV2ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "DeepseekV2ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
     # the same, routed by a sigmoid and a bias for each expert
-    "DeepseekV3ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
 }
 
 LAYERS = "optimized"

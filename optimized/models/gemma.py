@@ -1,10 +1,10 @@
 """Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
 
-The rest is Llama's decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
+The rest is the decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
 most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a separate RoPE
 for the layers with a window (Gemma-3).
 
-Differs from reference: as llama.py does, but a norm stands between each GEMM that ends a block and the
+Differs from reference: as decoder.py does, but a norm stands between each GEMM that ends a block and the
 residual stream, so these GEMMs do not add. Norms are kernels of their own: no GEMM includes one.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diptych.optimized.decoder import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.optimized.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from diptych.optimized.layers import add_and_norm
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
@@ -23,7 +23,7 @@ from diptych.shared.modeling.forward import soft_cap
 from diptych.shared.modeling.layer_choice import norm_class
 
 
-class GemmaDecoderLayer(LlamaDecoderLayer):
+class GemmaDecoderLayer(DecoderLayer):
     """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
     attention, not the one before the MLP."""
 
@@ -40,7 +40,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
         positions: torch.Tensor,
         attention: BatchAttention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in LlamaDecoderLayer: input and output are x + residual."""
+        """As in DecoderLayer: input and output are x + residual."""
         # --8<-- [start:four-norms]
         normed, x = add_and_norm(self.input_layernorm, x, residual)
         heads = self.self_attn(self.self_attn.qkv_proj(normed), positions, attention)
@@ -53,7 +53,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
         # --8<-- [end:four-norms]
 
 
-class GemmaModel(LlamaModel):
+class GemmaModel(DecoderModel):
     layer_class = GemmaDecoderLayer
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class GemmaModel(LlamaModel):
         return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
 
 
-class GemmaForCausalLM(LlamaForCausalLM):
+class GemmaForCausalLM(DecoderForCausalLM):
     body_class = GemmaModel
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Llama-4's text model: chunked attention with RoPE, and in some layers full attention without.
 
-The rest is Llama's decoder with options of ModelConfig: RoPE of neighbouring dimensions, and one routed
+The rest is the decoder with options of ModelConfig: RoPE of neighbouring dimensions, and one routed
 expert per token in addition to the shared one.
 
-Differs from reference: as llama.py does, but rotation, norm and store are kernels of their own.
+Differs from reference: as decoder.py does, but rotation, norm and store are kernels of their own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from diptych.optimized.decoder import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.optimized.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer, DecoderModel
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.forward import temperature
 
 
-class Llama4Attention(LlamaAttention):
+class Llama4Attention(DecoderAttention):
     """Layers with RoPE norm the heads of q and k afterwards, without a weight. Layers without RoPE scale q by
     a temperature that grows with the position."""
 
@@ -30,7 +30,7 @@ class Llama4Attention(LlamaAttention):
         self.temperature = config.attn_temperature
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        """As in LlamaAttention: x is from qkv_proj, the result for o_proj."""
+        """As in DecoderAttention: x is from qkv_proj, the result for o_proj."""
         # --8<-- [start:rope-or-temperature]
         layer = self.layer
         q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
@@ -45,13 +45,13 @@ class Llama4Attention(LlamaAttention):
         return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
 
 
-class Llama4DecoderLayer(LlamaDecoderLayer):
+class Llama4DecoderLayer(DecoderLayer):
     attention_class = Llama4Attention
 
 
-class Llama4Model(LlamaModel):
+class Llama4Model(DecoderModel):
     layer_class = Llama4DecoderLayer
 
 
-class Llama4ForCausalLM(LlamaForCausalLM):
+class Llama4ForCausalLM(DecoderForCausalLM):
     body_class = Llama4Model

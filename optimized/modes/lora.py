@@ -76,7 +76,8 @@ class _LoraLinear(nn.Module):
         return y, residual_later
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = act_fn(gate_up)  # not quantized, because the adapter multiplies it too
+        # not quantized, because the adapter multiplies it too
+        y: torch.Tensor = act_fn(*gate_up.chunk(2, dim=-1))
         return y
 
     def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -77,10 +77,10 @@ class QuantizedLinear(interface.QuantizedLinear):
         return self.add_to(residual, x), None
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor | QuantizedInput:
-        """act_fn(gate_up), as forward takes it."""
+        """act_fn of the halves of gate_up, as forward takes it."""
         if self._quantizes and self.tp is None and is_builtin_layer(act_fn, SiluAndMul):
             return quantize_input(gate_up, self.scheme, self.input_scale, silu=True)
-        return act_fn(gate_up)
+        return act_fn(*gate_up.chunk(2, dim=-1))
 
     def quantize(
         self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None

@@ -1,6 +1,6 @@
 """Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
 
-The rest is Llama's decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
+The rest is the decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
 most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a separate RoPE
 for the layers with a window (Gemma-3).
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diptych.reference.decoder import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.reference.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.layers import Layers
@@ -19,7 +19,7 @@ from diptych.shared.modeling.forward import soft_cap
 from diptych.shared.modeling.layer_choice import norm_class
 
 
-class GemmaDecoderLayer(LlamaDecoderLayer):
+class GemmaDecoderLayer(DecoderLayer):
     """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
     attention, not the one before the MLP."""
 
@@ -29,28 +29,16 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
         self.pre_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        attention: BatchAttention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in LlamaDecoderLayer: input and output are x + residual."""
-        # --8<-- [start:four-norms]
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add_and_norm(x, residual)
-        x = self.tp.all_reduce(self.self_attn(x, positions, attention))
-        x = self.post_attention_layernorm(x)
-        x, residual = self.pre_feedforward_layernorm.add_and_norm(x, residual)
-        x = self.tp.all_reduce(self.mlp(x))
-        return self.post_feedforward_layernorm(x), residual
+    # --8<-- [start:four-norms]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        heads = self.tp.all_reduce(self.self_attn(self.input_layernorm(x), positions, attention))
+        x = x + self.post_attention_layernorm(heads)
+        hidden = self.tp.all_reduce(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x + self.post_feedforward_layernorm(hidden)
         # --8<-- [end:four-norms]
 
 
-class GemmaModel(LlamaModel):
+class GemmaModel(DecoderModel):
     layer_class = GemmaDecoderLayer
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -59,7 +47,7 @@ class GemmaModel(LlamaModel):
         return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
 
 
-class GemmaForCausalLM(LlamaForCausalLM):
+class GemmaForCausalLM(DecoderForCausalLM):
     body_class = GemmaModel
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Llama-4's text model: chunked attention with RoPE, and in some layers full attention without.
 
-The rest is Llama's decoder with options of ModelConfig: RoPE of neighbouring dimensions, and one routed
+The rest is the decoder with options of ModelConfig: RoPE of neighbouring dimensions, and one routed
 expert per token in addition to the shared one.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from diptych.reference.decoder import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.reference.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer, DecoderModel
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.forward import temperature
 
 
-class Llama4Attention(LlamaAttention):
+class Llama4Attention(DecoderAttention):
     """Layers with RoPE norm the heads of q and k afterwards, without a weight. Layers without RoPE scale q by
     a temperature that grows with the position."""
 
@@ -45,13 +45,13 @@ class Llama4Attention(LlamaAttention):
         return self.o_proj(output.flatten(1))
 
 
-class Llama4DecoderLayer(LlamaDecoderLayer):
+class Llama4DecoderLayer(DecoderLayer):
     attention_class = Llama4Attention
 
 
-class Llama4Model(LlamaModel):
+class Llama4Model(DecoderModel):
     layer_class = Llama4DecoderLayer
 
 
-class Llama4ForCausalLM(LlamaForCausalLM):
+class Llama4ForCausalLM(DecoderForCausalLM):
     body_class = Llama4Model

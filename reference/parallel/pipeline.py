@@ -72,17 +72,13 @@ class Stage:
         model: Any = self.model.model
         plan = self.attention.plan(batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
-        if self.is_first:
-            x, residual = model.embed(batch.input_ids), None
-        else:
-            x, residual = self._receive(batch.num_tokens), None
+        x = model.embed(batch.input_ids) if self.is_first else self._receive(batch.num_tokens)
         for layer in model.layers:
-            x, residual = layer(x, residual, batch.positions, attention)
-        if not self.is_last:
-            self._send((x if residual is None else x + residual).cpu(), self.ranks.rank + 1)
-            return
-        x = model.norm(x) if residual is None else model.norm.add_and_norm(x, residual)[0]
-        self._sample(x, batch, info, parts)
+            x = layer(x, batch.positions, attention)
+        if self.is_last:
+            self._sample(model.norm(x), batch, info, parts)
+        else:
+            self._send(x.cpu(), self.ranks.rank + 1)
 
     # --8<-- [end:stage-launch]
 

@@ -21,8 +21,8 @@ class QuantizedExperts(Interface):
             if expert_id < 0:
                 continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
-            gate_up = self._linear(x[token_rows], "w13", self.b13, expert_id)
-            hidden = self._linear(act_fn(gate_up).to(x.dtype), "w2", self.b2, expert_id)
+            gate, up = self._linear(x[token_rows], "w13", self.b13, expert_id).chunk(2, dim=-1)
+            hidden = self._linear(act_fn(gate, up).to(x.dtype), "w2", self.b2, expert_id)
             y.index_add_(0, token_rows, hidden * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
 

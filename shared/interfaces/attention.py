@@ -132,4 +132,4 @@ class BatchAttention:
     plan: Any
     kv_pool: TokenToKVPool
     out_cache_loc: torch.Tensor  # [num_tokens] int64
-    rows: torch.Tensor | None = None  # int64, the tokens whose hidden states the model returns; None: all
+    rows: torch.Tensor | None = None  # int64, the tokens whose hidden states are needed; None: all

@@ -27,10 +27,11 @@ class RMSNorm(nn.Module, ABC):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype. x is not modified."""
 
-    @abstractmethod
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual). An implementation may write both results into its arguments:
-        the caller must not use them afterwards."""
+        """(norm(x + residual), x + residual), which a kernel can compute in one pass. An implementation may
+        write both results into its arguments: the caller must not use them afterwards."""
+        total = x + residual
+        return self.forward(total), total
 
 
 class GemmaRMSNorm(RMSNorm, ABC):
@@ -62,11 +63,12 @@ class RotaryEmbedding(nn.Module, ABC):
 
 
 class SiluAndMul(nn.Module, ABC):
-    """silu(gate) * up. Takes the two halves of one tensor, gate first."""
+    """silu(gate) * up."""
 
     @abstractmethod
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., 2 * n] -> [..., n]; silu in float32, the result in the input's dtype."""
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[..., n], [..., n] -> [..., n] of the same dtype, contiguous; silu and the product in float32. gate
+        and up may be views: the halves of the rows of one tensor."""
 
 
 class GeluTanhAndMul(nn.Module, ABC):
@@ -74,8 +76,8 @@ class GeluTanhAndMul(nn.Module, ABC):
     0.044715 gate³))). Otherwise as SiluAndMul. For Gemma models only: a `layers` module may do without it."""
 
     @abstractmethod
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., 2 * n] -> [..., n]; gelu in float32, the result in the input's dtype."""
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[..., n], [..., n] -> [..., n]; gelu in float32, the result in the input's dtype."""
 
 
 class MergedLinear(nn.Module, ABC):

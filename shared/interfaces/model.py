@@ -26,6 +26,8 @@ class CausalLM(nn.Module, ABC):
     """
 
     config: ModelConfig
+    selects_rows: bool = False
+    """Whether `forward` computes only the tokens `attention.rows` after the last layer's attention."""
 
     @abstractmethod
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
@@ -40,8 +42,8 @@ class CausalLM(nn.Module, ABC):
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """input_ids, positions [num_tokens] int64 -> hidden states after the final norm
-        [num_tokens, hidden_size]; of the tokens attention.rows alone, in their order, where it is given.
-        Writes every layer's K and V to attention.out_cache_loc, those of all tokens.
+        [num_tokens, hidden_size]; with `selects_rows`, of the tokens attention.rows alone, in their order,
+        where it is given. Writes every layer's K and V to attention.out_cache_loc, those of all tokens.
 
         Under each key l of `captured` the model puts the residual stream that goes into layer l,
         [num_tokens, hidden_size], the caller's to keep; the number of layers stands for what goes into the

@@ -16,11 +16,13 @@ from diptych.shared.types.attention import AttentionLayer
 def run_model(
     model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a model: hidden states after the final norm [num_tokens, hidden_size], and those of `layers`, as in
-    `ModelRunner.capture_hidden`."""
+    """Run a model: hidden states after the final norm, of attention.rows or of all tokens, and those of
+    `layers`, as in `ModelRunner.capture_hidden`."""
     more = {} if batch.embeds is None else {"input_embeds": _input_embeds(model, batch)}
     if not layers:
         hidden_states = model(batch.input_ids, batch.positions, attention, **more)
+        if attention.rows is not None and not model.selects_rows:
+            hidden_states = hidden_states[attention.rows]
         return hidden_states, None if layers is None else hidden_states
     captured = dict.fromkeys(layers, batch.input_ids)  # any values: the model replaces them
     hidden_states = model(batch.input_ids, batch.positions, attention, captured, **more)

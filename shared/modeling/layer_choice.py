@@ -37,8 +37,8 @@ class ClampedSwiGLU(nn.Module):
         super().__init__()
         self.limit = limit
 
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., 2 * n], gate first -> [..., n]"""
-        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (gate * torch.sigmoid(1.702 * gate) * (up + 1.0)).to(gate_up.dtype)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[..., n], [..., n] -> [..., n]"""
+        dtype, wide = up.dtype, torch.promote_types(up.dtype, torch.float32)
+        gate, up = gate.to(wide).clamp(max=self.limit), up.to(wide).clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(1.702 * gate) * (up + 1.0)).to(dtype)

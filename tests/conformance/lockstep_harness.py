@@ -58,9 +58,9 @@ def divergence_of(outcome: Outcome) -> Divergence:
 
 MODEL = """
     from diptych.reference import models
-    from diptych.reference.decoder import LlamaForCausalLM
+    from diptych.reference.decoder import DecoderForCausalLM
 
-    class Bad(LlamaForCausalLM):
+    class Bad(DecoderForCausalLM):
         {body}
 
     def model_class(architecture):

@@ -47,7 +47,7 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
         """
         import torch
         from diptych.optimized.layers import Linear
-        from diptych.optimized.decoder import LlamaForCausalLM
+        from diptych.optimized.decoder import DecoderForCausalLM
 
         def in_parts(linear):
             def add_later(residual, x):
@@ -55,7 +55,7 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
                 return torch.stack(parts).float(), residual
             return add_later
 
-        class InParts(LlamaForCausalLM):
+        class InParts(DecoderForCausalLM):
             def __init__(self, *args):
                 super().__init__(*args)
                 for module in self.modules():
@@ -89,8 +89,8 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
         ),
         (
             "SiluAndMul",
-            """def forward(self, gate_up):
-            return 1.001 * super().forward(gate_up)""",
+            """def forward(self, gate, up):
+            return 1.001 * super().forward(gate, up)""",
             "layers.0.mlp.act_fn",
         ),
     ],
@@ -106,9 +106,9 @@ def test_rows_of_the_merged_weight_in_another_order(tmp_path: Path) -> None:
     models = plant(
         tmp_path,
         """
-        from diptych.optimized.decoder import LlamaForCausalLM
+        from diptych.optimized.decoder import DecoderForCausalLM
 
-        class Bad(LlamaForCausalLM):
+        class Bad(DecoderForCausalLM):
             def load_weights(self, weights):
                 super().load_weights(weights)
                 qkv_proj = self.model.layers[2].self_attn.qkv_proj

@@ -25,7 +25,7 @@ from diptych.optimized.kernels.linear.quantize_input import quantize_input
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from diptych.optimized.kernels.linear.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.optimized.kernels.moe import moe_tiles
 from diptych.optimized.kernels.moe.local_experts import local_experts
 from diptych.optimized.kernels.moe.moe_align import align
@@ -231,8 +231,8 @@ def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
     add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
-    act_and_mul = gelu_tanh_and_mul if is_gemma else silu_and_mul
-    act_and_mul(torch.empty(num_tokens, 2 * inter, dtype=dtype))
+    gate_up = torch.empty(num_tokens, 2 * inter, dtype=dtype)
+    act_and_mul(*gate_up.chunk(2, dim=-1), is_gelu=is_gemma)
 
 
 def rope(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.reference.decoder import LlamaDecoderLayer
+from diptych.reference.decoder import DecoderLayer
 from diptych.reference.parallel.collectives import Collectives
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
@@ -140,7 +140,7 @@ PLANTED: dict[str, tuple[str, Any]] = {
         "diptych.reference.decoder.embed_rows",
         lambda embedding, vocab_size, ids, tp: tp.all_reduce(embedding(ids % embedding.num_embeddings)),
     ),
-    "the MLP is not summed": ("diptych.reference.decoder.LlamaDecoderLayer.forward", None),
+    "the MLP is not summed": ("diptych.reference.decoder.DecoderLayer.forward", None),
 }
 
 
@@ -152,9 +152,9 @@ def test_a_planted_bug_changes_the_answers(
     alone = [req.output_ids for req in answers(assemble(config))]
     target, replacement = PLANTED[bug]
     if replacement is None:
-        forward = LlamaDecoderLayer.forward
+        forward = DecoderLayer.forward
 
-        def half(self: LlamaDecoderLayer, *args: Any) -> Any:
+        def half(self: DecoderLayer, *args: Any) -> Any:
             self.mlp.down_proj.weight.data *= 0 if self.tp.rank else 1
             return forward(self, *args)
 

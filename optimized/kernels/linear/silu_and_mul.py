@@ -1,6 +1,6 @@
-"""silu(gate) * up or gelu(gate) * up of the two halves of each row: one launch.
+"""silu(gate) * up or gelu(gate) * up, of two tensors or of the two halves of each row: one launch.
 
-Roofline bound: 3 * n * size * itemsize bytes over the memory's bandwidth (two halves read, one written). For
+Roofline bound: 3 * n * size * itemsize bytes over the memory's bandwidth (two values read, one written). For
 few tokens the bound is one launch.
 
 Shape: elementwise, so a tile is as many columns as make wide loads, and for short rows several rows.
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _act_and_mul_kernel(
-    gate_up_ptr, y_ptr, num_rows, stride_gate_up,
+    gate_ptr, up_ptr, y_ptr, num_rows, stride_gate, stride_up,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -28,9 +28,8 @@ def _act_and_mul_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    gate_tile = gate_up_ptr + rows * stride_gate_up + offs
-    gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_tile + SIZE, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + rows * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + rows * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
     if GELU:
         # (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 t)): gelu is a silu of another slope.
         slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
@@ -43,24 +42,21 @@ def _act_and_mul_kernel(
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [..., 2 * size], gate first -> [..., size], contiguous."""
-    return _act_and_mul(gate_up, is_gelu=False)
+    return act_and_mul(*gate_up.chunk(2, dim=-1))
 
 
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with the gelu of GeluTanhAndMul."""
-    return _act_and_mul(gate_up, is_gelu=True)
-
-
-def _act_and_mul(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-    size = gate_up.shape[-1] // 2
-    rows = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, 2 * size)
-    assert rows.stride(1) == 1
-    num_rows = rows.shape[0]
-    y = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
+def act_and_mul(gate: torch.Tensor, up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, or with the gelu of GeluTanhAndMul: [..., size], [..., size] -> [..., size],
+    contiguous."""
+    shape, size = up.shape, up.shape[-1]
+    gate, up = (x if x.dim() == 2 else x.reshape(-1, size) for x in (gate, up))
+    assert gate.stride(1) == up.stride(1) == 1
+    num_rows = up.shape[0]
+    y = torch.empty(num_rows, size, dtype=up.dtype, device=up.device)
     block = min(triton.next_power_of_2(size), BLOCK)
     tile_rows = interpreted_rows(num_rows) or BLOCK // block
     _act_and_mul_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(size, block))](
-        rows, y, num_rows, rows.stride(0), SIZE=size, BLOCK=block, ROWS=tile_rows, GELU=is_gelu, num_warps=8,
-        **pdl_options(rows),
+        gate, up, y, num_rows, gate.stride(0), up.stride(0), SIZE=size, BLOCK=block, ROWS=tile_rows,
+        GELU=is_gelu, num_warps=8, **pdl_options(up),
     )  # fmt: skip
-    return y if gate_up.dim() == 2 else y.view(*gate_up.shape[:-1], size)
+    return y.view(shape)

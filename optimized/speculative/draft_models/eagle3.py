@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from diptych.optimized.decoder import LlamaAttention
+from diptych.optimized.decoder import DecoderAttention
 from diptych.optimized.layers import MLP, Linear, MergedLinear, logits
 from diptych.shared.config import DraftConfig, ModelConfig
 from diptych.shared.interfaces import MoE
@@ -21,7 +21,7 @@ from diptych.shared.interfaces.layers import Layers, RotaryEmbedding
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 
-class Eagle3Attention(LlamaAttention):
+class Eagle3Attention(DecoderAttention):
     """Attention whose queries, keys and values are computed from the concatenation of token embedding and
     hidden state."""
 

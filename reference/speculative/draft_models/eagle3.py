@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from diptych.reference.decoder import LlamaAttention
+from diptych.reference.decoder import DecoderAttention
 from diptych.reference.layers import MLP, Linear
 from diptych.shared.config import DraftConfig, ModelConfig
 from diptych.shared.interfaces import MoE
@@ -19,7 +19,7 @@ from diptych.shared.interfaces.layers import Layers, RotaryEmbedding
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 
-class Eagle3Attention(LlamaAttention):
+class Eagle3Attention(DecoderAttention):
     """Attention whose queries, keys and values are computed from the concatenation of token embedding and
     hidden state."""
 
@@ -49,16 +49,12 @@ class Eagle3DecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         positions: torch.Tensor,
         attention: BatchAttention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors whose sum is the output; the next norm adds them. `hidden_states` may be
-        overwritten."""
+    ) -> torch.Tensor:
         normed = self.hidden_norm(hidden_states)
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        x = self.self_attn(x, positions, attention)
-        if self.norm_before_residual:
-            hidden_states = normed
-        x, residual = self.post_attention_layernorm.add_and_norm(x, hidden_states)
-        return self.mlp(x), residual
+        residual = normed if self.norm_before_residual else hidden_states
+        x = residual + self.self_attn(x, positions, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Model(BaseDraftModel):
@@ -86,11 +82,7 @@ class Eagle3Model(BaseDraftModel):
         # --8<-- [start:eagle3-forward]
         if hidden_states.shape[-1] == self.config.target_hidden_size:
             hidden_states = self.fc(hidden_states)
-        else:
-            hidden_states = hidden_states.clone()  # owned by the caller; norms may overwrite their residual
-        x, residual = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
-        x, residual = self.norm.add_and_norm(x, residual)
-        # Drafting continues from states before the norm, like those of the target's
-        # layers.
-        return DraftOutput(hidden_states=x, next_hidden_states=residual)
+        x = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
+        # Drafting continues from states before the norm, like those of the target's layers.
+        return DraftOutput(hidden_states=self.norm(x), next_hidden_states=x)
         # --8<-- [end:eagle3-forward]

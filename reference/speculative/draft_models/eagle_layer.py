@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from diptych.reference.decoder import LlamaDecoderLayer
+from diptych.reference.decoder import DecoderLayer
 from diptych.reference.layers import Linear
 from diptych.shared.config import DraftConfig
 from diptych.shared.interfaces import MoE
@@ -28,7 +28,7 @@ class EagleModel(BaseDraftModel):
         rotary_emb = layers.RotaryEmbedding(model.rope, model.head_dim, model.context_len)
         self.fc = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size, bias=True)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(model, layer_id, layers, moe, rotary_emb)
+            DecoderLayer(model, layer_id, layers, moe, rotary_emb)
             for layer_id in range(model.num_hidden_layers)
         )
         self.layers[0].input_layernorm = nn.Identity()
@@ -46,8 +46,6 @@ class EagleModel(BaseDraftModel):
         attention: BatchAttention,
     ) -> DraftOutput:
         x = self.fc(torch.cat((self.embed(input_ids), hidden_states), dim=-1))
-        residual = None
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, attention)
-        x = x + residual
+            x = layer(x, positions, attention)
         return DraftOutput(hidden_states=x, next_hidden_states=x)

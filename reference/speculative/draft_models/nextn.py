@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from diptych.reference.decoder import LlamaDecoderLayer
+from diptych.reference.decoder import DecoderLayer
 from diptych.reference.layers import Linear
 from diptych.shared.config import DraftConfig
 from diptych.shared.interfaces import MoE
@@ -37,7 +37,7 @@ class NextNModel(BaseDraftModel):
         self.enorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.hnorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.eh_proj = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size)
-        self.decoder = LlamaDecoderLayer(model, 0, layers, moe, rotary_emb)
+        self.decoder = DecoderLayer(model, 0, layers, moe, rotary_emb)
         self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
 
     def canonical_name(self, name: str) -> str | None:
@@ -61,7 +61,6 @@ class NextNModel(BaseDraftModel):
     ) -> DraftOutput:
         embeds = self.enorm(self.embed(input_ids))
         x = self.eh_proj(torch.cat((embeds, self.hnorm(hidden_states)), dim=-1))
-        x, residual = self.decoder(x, None, positions, attention)
-        x, _ = self.norm.add_and_norm(x, residual)
+        x = self.norm(self.decoder(x, positions, attention))
         # Like the target's, its hidden states are those after the norm.
         return DraftOutput(hidden_states=x, next_hidden_states=x)

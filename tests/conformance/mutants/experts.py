@@ -54,8 +54,8 @@ class SecondBiasWithoutWeight(FusedExperts):
 
 
 class ClampedOnBothSides(ClampedSwiGLU):
-    def forward(self, gate_up):
-        return super().forward(gate_up.clamp(min=-self.limit))
+    def forward(self, gate, up):
+        return super().forward(gate.clamp(min=-self.limit), up)
 
 
 @part_of_moe

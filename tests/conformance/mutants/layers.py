@@ -102,9 +102,8 @@ class OneAddedInHalf(GemmaRMSNorm):
 class GeluWithoutTanh(GeluTanhAndMul):
     """The exact gelu: checkpoints were trained with the approximation."""
 
-    def forward(self, gate_up):
-        gate, up = gate_up.float().chunk(2, -1)
-        return (torch.nn.functional.gelu(gate) * up).to(gate_up.dtype)
+    def forward(self, gate, up):
+        return (torch.nn.functional.gelu(gate.float()) * up).to(up.dtype)
 
 
 @layer
@@ -187,22 +186,22 @@ class TurnsBackwards(RotaryEmbedding):
 
 
 class SiluOfTheSecondHalf(SiluAndMul):
-    def forward(self, gate_up):
-        return super().forward(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
+    def forward(self, gate, up):
+        return super().forward(up, gate)
 
 
 @layer
 class GateAndUpSwapped(SiluAndMul):
     """silu of the second half."""
 
-    def forward(self, gate_up):
-        return SiluOfTheSecondHalf()(gate_up)
+    def forward(self, gate, up):
+        return SiluOfTheSecondHalf()(gate, up)
 
 
 @layer
 class SiluOverflows(SiluAndMul):
     """x * exp(x) / (1 + exp(x)): NaN where exp is infinite."""
 
-    def forward(self, gate_up):
-        gate, up = gate_up.float().chunk(2, -1)
-        return (gate * gate.exp() / (1 + gate.exp()) * up).to(gate_up.dtype)
+    def forward(self, gate, up):
+        gate = gate.float()
+        return (gate * gate.exp() / (1 + gate.exp()) * up).to(up.dtype)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 import diptych.reference.models
-from diptych.reference.decoder import LlamaForCausalLM
+from diptych.reference.decoder import DecoderForCausalLM
 from diptych.reference.mla.mla_attention import AbsorbedMLA, ExpandedMLA
 from diptych.reference.mla.mla_memory_pool import MLATokenToKVPool
 from diptych.reference.mla.mla_model import MLAAttention
@@ -158,7 +158,7 @@ class ProjectsInHalfPrecision(AbsorbedMLA):
 def _family(name: str, attention: type[MLAAttention]) -> Mutant:
     """The reference's models with another latent attention."""
 
-    class WithAttention(LlamaForCausalLM):
+    class WithAttention(DecoderForCausalLM):
         def __init__(self, config: Any, *args: Any) -> None:
             super().__init__(config, *args)
             if config.mla is not None:

@@ -104,8 +104,8 @@ class AddsWithoutTheOne(GemmaRMSNorm):
 class SiluForGelu(GeluTanhAndMul):
     """The kernel of the other activation."""
 
-    def forward(self, gate_up):
-        return SiluAndMul.forward(self, gate_up)
+    def forward(self, gate, up):
+        return SiluAndMul.forward(self, gate, up)
 
 
 @layer
@@ -136,8 +136,8 @@ class TableOfOneStepLess(RotaryEmbedding):
 class UpBeforeGate(SiluAndMul):
     """Gate and up were merged in the other order."""
 
-    def forward(self, gate_up):
-        return super().forward(gate_up.roll(gate_up.shape[-1] // 2, -1))
+    def forward(self, gate, up):
+        return super().forward(up, gate)
 
 
 # Layers, fused

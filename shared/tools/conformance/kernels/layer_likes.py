@@ -121,7 +121,7 @@ def make_silu_and_mul(case: Case, takes_scale: bool) -> Problem:
     """x [num_tokens, 2 * size]: the gate, then the other half."""
     x = Inputs(0).normal(case.num_tokens, 2 * case.size, dtype=case.dtype, std=4.0)
     with building(case.dtype):
-        ours = partial(registry.load("layers", panel()).SiluAndMul(), x)
+        ours = partial(registry.load("layers", panel()).SiluAndMul(), *x.chunk(2, dim=-1))
     expected = {"out": silu_and_mul64(x.cpu().double())}
     num_bytes = bytes_of(x) * 1.5
     return Problem(

@@ -157,12 +157,12 @@ def gemma_rms_norm(impl: Layers, case: Rows) -> None:
             expect_true(f"{what} is rounded once", num_exact >= 0.95 * y.numel(), f"{num_exact} exact")
 
 
-@contract("SiluAndMul: silu of the first half times the second, silu in float32.", ROWS)
+@contract("SiluAndMul: silu(gate) * up, in float32; both may be halves of the rows of one tensor.", ROWS)
 def silu_and_mul(impl: Layers, case: Rows) -> None:
     x = case.draw(Inputs(case.seed), 2 * case.size, std=4.0)
     with building(case.dtype):
         act_fn = impl.SiluAndMul()
-    y = run_poisoned(act_fn, x)
+    y = run_poisoned(act_fn, *x.chunk(2, dim=-1))
     gate, up = x.double().chunk(2, dim=-1)
     expected = gate / (1 + torch.exp(-gate)) * up
     expect_form("y", y, like=up, dtype=case.dtype)
@@ -170,8 +170,8 @@ def silu_and_mul(impl: Layers, case: Rows) -> None:
 
 
 @contract(
-    "GeluTanhAndMul, where a module has one: gelu of the first half, by its formula with tanh, times the "
-    "second, gelu in float32. It overflows nowhere.",
+    "GeluTanhAndMul, where a module has one: gelu(gate), by its formula with tanh, times up, all in float32. "
+    "It overflows nowhere.",
     ROWS,
 )
 def gelu_tanh_and_mul(impl: Layers, case: Rows) -> None:
@@ -182,7 +182,7 @@ def gelu_tanh_and_mul(impl: Layers, case: Rows) -> None:
         x[0, ..., 0], x[-1, ..., case.size - 1] = -1e4, 1e4
     with building(case.dtype):
         act_fn = impl.GeluTanhAndMul()
-    y = run_poisoned(act_fn, x)
+    y = run_poisoned(act_fn, *x.chunk(2, dim=-1))
     gate, up = x.double().chunk(2, dim=-1)
     expected = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     expect_form("y", y, like=up, dtype=case.dtype)
@@ -194,10 +194,11 @@ def gelu_tanh_and_mul(impl: Layers, case: Rows) -> None:
     grid("{value:g}, {dtype}", dtype=FLOAT_TYPES, value=(20.0, 90.0, 1e4)),
 )
 def silu_extremes(impl: Layers, case: Case) -> None:
-    gate_up = torch.tensor([[-case.value, case.value, 0.0, 1.0, 2.0, 3.0]], dtype=case.dtype)
+    gate = torch.tensor([[-case.value, case.value, 0.0]], dtype=case.dtype)
+    up = torch.tensor([[1.0, 2.0, 3.0]], dtype=case.dtype)
     with building(case.dtype):
         act_fn = impl.SiluAndMul()
-    y = run_poisoned(act_fn, gate_up.to(check_device()))
+    y = run_poisoned(act_fn, gate.to(check_device()), up.to(check_device()))
     expected = torch.tensor([[0.0, 2 * case.value, 0.0]], dtype=torch.float64)
     # silu(-20) is -4e-8: within the absolute part.
     expect_close("y", y, expected, tolerance("elementwise", case.dtype))
