@@ -36,7 +36,7 @@ KERNELS = (
     "rms_norm",
     "add_rms_norm",
     "add_partial_sums_rms_norm",
-    "silu_and_mul",
+    "act_and_mul",
 )
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
 FEW, MANY = 2, 52
@@ -116,7 +116,7 @@ def test_kernels_of_a_dense_layer(name: str, calls: Counter[str]) -> None:
     assert calls == {
         "qk_norm_rope_store": num_layers,
         "rms_norm": 2 * num_layers + 1,
-        "silu_and_mul": num_layers,
+        "act_and_mul": num_layers,
     }
     for num_tokens in (1, FEW):
         calls.clear()
