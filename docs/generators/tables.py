@@ -151,12 +151,14 @@ def _dtype(dtype: Any) -> str:
 
 def families() -> str:
     """The architectures of config.json that both panels have."""
-    panels = {
-        name: importlib.import_module(f"diptych.{name}.models").MODELS for name in ("reference", "optimized")
-    }
+    from diptych.shared.config.families import FAMILIES
+
+    panels = [
+        importlib.import_module(f"diptych.{name}.models").CLASSES for name in ("reference", "optimized")
+    ]
     rows = [
-        [f"`{name}`", *(code(models.get(name, "").partition(":")[0]) for models in panels.values())]
-        for name in panels["reference"]
+        [f"`{name}`", *(code(classes[family.decoder].partition(":")[0]) for classes in panels)]
+        for name, family in FAMILIES.items()
     ]
     return table(["Architecture", "Reference", "Optimized"], rows)
 

@@ -1,43 +1,19 @@
-"""The model families: "architectures" of a config.json -> model class.
+"""The models by architecture. Nearly all families are one decoder, decoder.py: what a family adds is a row of
+`diptych.shared.config.families` and fields of ModelConfig. A family whose forward pass differs has its own
+file.
 
-Nearly all families are one decoder, llama.py. What a family adds is a field of ModelConfig, which
-`diptych.shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its
-own file.
-
-Differs from reference: the decoder (llama.py).
+Differs from reference: the classes.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.modeling.model_class import find_class
 
-MODELS = {
-    # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
-    "LlamaForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # a sliding window in every layer, in early releases
-    "MistralForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
-    "Gemma2ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
-    # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
-    "Gemma3ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
-    # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
-    "GptOssForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # chunked attention with RoPE, full attention without; one expert of many, and a shared one
-    "Llama4ForCausalLM": "diptych.optimized.models.llama4:Llama4ForCausalLM",
-    # MoE in every layer: softmax over all experts, the best two renormalised
-    "MixtralForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # biases on q, k and v; windows from layer max_window_layers on
-    "Qwen2ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
-    "Qwen3ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
-    "Qwen3MoeForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
-    "DeepseekV2ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
-    # the same, routed by a sigmoid and a bias for each expert
-    "DeepseekV3ForCausalLM": "diptych.optimized.decoder:DecoderForCausalLM",
+CLASSES = {
+    "decoder": "diptych.optimized.decoder:DecoderForCausalLM",
+    "gemma": "diptych.optimized.models.gemma:GemmaForCausalLM",
+    "llama4": "diptych.optimized.models.llama4:Llama4ForCausalLM",
 }
 
 LAYERS = "optimized"
@@ -46,7 +22,4 @@ LAYERS = "optimized"
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class for an architecture; an unknown one raises `ValueError` listing the known ones."""
-    if architecture not in MODELS:
-        raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(MODELS)}")
-    module, name = MODELS[architecture].split(":")
-    return getattr(import_module(module), name)
+    return find_class(architecture, CLASSES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from diptych.shared.config.families import FAMILIES, Family
 from diptych.shared.config.fields import REQUIRED, Fields, only_name
 from diptych.shared.config.hf_deepseek import (
     deepseek_moe_layers,
@@ -17,94 +18,12 @@ from diptych.shared.config.hf_deepseek import (
     parse_deepseek_moe,
     parse_mla,
 )
-from diptych.shared.config.hf_llama4 import with_llama4
 from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
 from diptych.shared.config.hf_rope import context_len, parse_local_rope, parse_rope
-from diptych.shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
+from diptych.shared.config.hf_windows import sliding_windows
 from diptych.shared.config.model import HiddenAct, ModelConfig, MoEConfig
 from diptych.shared.config.quant_config import QuantConfig
 
-
-@dataclass(frozen=True)
-class Family:
-    """What an architecture fixes, and what it takes for a key that a config.json leaves out."""
-
-    num_key_value_heads: Literal["required", "as query heads"] = "required"
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    rope_theta: float = 10_000.0
-    qkv_bias: bool | None = False  # None: as attention_bias says
-    o_bias: bool | None = False  # None: as attention_bias says
-    mlp_bias: bool | None = False  # None: as mlp_bias says
-    attention_bias: bool = False  # for a missing attention_bias
-    qk_norm: bool = False
-    attn_sinks: bool = False
-    tie_word_embeddings: bool = False
-    windows: Windows = NO_WINDOWS
-    is_gemma: bool = False  # norms, activation and scale as in Gemma
-    soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
-    local_rope_theta: float | None = None  # RoPE of its own in layers with a window
-    moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3"] = "none"
-    mla: bool = False
-    more: Callable[[ModelConfig, Fields], ModelConfig] | None = None  # what only this family has
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family("as query heads", qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family(windows=Windows("all layers", default=4096)),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=Windows("optional, from max_window_layers")),
-    "Qwen3ForCausalLM": Family(
-        head_dim=128,
-        qkv_bias=None,
-        o_bias=None,
-        qk_norm=True,
-        windows=Windows("optional, from max_window_layers"),
-    ),
-    "Gemma2ForCausalLM": Family(
-        head_dim=256,
-        qkv_bias=None,
-        o_bias=None,
-        tie_word_embeddings=True,
-        windows=Windows("all but every nth", default=4096, every=2),
-        is_gemma=True,
-        soft_caps=(50.0, 30.0),
-    ),
-    "Gemma3ForCausalLM": Family(
-        head_dim=256,
-        rope_theta=1_000_000.0,
-        qkv_bias=None,
-        o_bias=None,
-        qk_norm=True,
-        tie_word_embeddings=True,
-        windows=Windows("all but every nth", default=4096, every=6),
-        is_gemma=True,
-        local_rope_theta=10_000.0,
-    ),
-    "GptOssForCausalLM": Family(
-        head_dim=64,
-        rope_theta=150_000.0,
-        qkv_bias=None,
-        o_bias=None,
-        attention_bias=True,
-        attn_sinks=True,
-        windows=Windows("all but every nth", default=128, every=2),
-        moe="gpt-oss",
-    ),
-    "Llama4ForCausalLM": Family(
-        "as query heads",
-        head_dim=128,
-        rope_theta=500_000.0,
-        qkv_bias=None,
-        o_bias=None,
-        windows=Windows("chunks instead"),
-        more=with_llama4,
-    ),
-    "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
-    "Qwen3MoeForCausalLM": Family(
-        qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
-    ),
-    "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
-    "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
-}
 HIDDEN_ACTS: dict[str, HiddenAct] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -162,7 +81,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        context_len=max_len if family.is_gemma else context_len(rope, max_len),  # Gemma's is the scaled one
+        context_len=max_len if family.is_context_scaled else context_len(rope, max_len),
         rope=rope,
         dtype=_dtype(fields),
         # A reward model has no head for tokens: the embedding stands in for it, and is not used.
@@ -175,9 +94,9 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         attn_sinks=family.attn_sinks,
-        norm_unit_offset=family.is_gemma,
-        post_norms=family.is_gemma,
-        attn_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5 if family.is_gemma else None,
+        norm_unit_offset=family.norm_unit_offset,
+        post_norms=family.post_norms,
+        attn_scale=_attn_scale(fields, family),
         local_rope=local_rope,
         sliding_windows=sliding_windows(fields, family.windows, num_hidden_layers),
         attn_logit_cap=_soft_cap(fields, "attn_logit_softcapping", family.soft_caps[0]),
@@ -219,11 +138,18 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _hidden_act(fields: Fields, family: Family) -> HiddenAct:
-    key, supported = ("hidden_activation", "gelu_pytorch_tanh") if family.is_gemma else ("hidden_act", "silu")
+    key, supported = family.hidden_act
     name = fields.raw(key, "a name", default=supported)
     if name != supported:
         raise ValueError(f"{fields.where}: {key} is {name!r:.80}; supported is {supported}")
     return HIDDEN_ACTS[supported]
+
+
+def _attn_scale(fields: Fields, family: Family) -> float | None:
+    if family.attn_scale is None:
+        return None
+    scale: float = fields.number("query_pre_attn_scalar", default=family.attn_scale) ** -0.5
+    return scale
 
 
 def _soft_cap(fields: Fields, key: str, default: float | None) -> float:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from diptych.shared.config.draft import DraftConfig, DraftFormat
+from diptych.shared.config.families import FAMILIES
 from diptych.shared.config.fields import Fields, only_name
-from diptych.shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
+from diptych.shared.config.hf_config import config_path, parse_config, read_json
 from diptych.shared.config.model import ModelConfig
 
 # Ends of the names under "architectures"; what is before names a family.

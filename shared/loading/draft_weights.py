@@ -11,7 +11,8 @@ import torch
 
 from diptych.shared.config import DraftConfig
 from diptych.shared.config.draft import DraftFormat
-from diptych.shared.config.hf_config import FAMILIES, config_path, read_json
+from diptych.shared.config.families import FAMILIES
+from diptych.shared.config.hf_config import config_path, read_json
 from diptych.shared.loading.quantize import scheme_of_weight
 from diptych.shared.loading.quantized_weights import Layer, dequantized, read_quantized, take_quantized
 from diptych.shared.loading.safetensors_file import (
@@ -74,7 +75,7 @@ def _quantized_layers(config: DraftConfig, names: Iterable[str]) -> dict[str, La
     """The quantized linear layers of a draft model's checkpoint, by canonical name."""
     shapes, layers = draft_shapes(config), {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        canonical = canonical_parts(f"{module}.weight", (1, 1), config.model.architecture)[0].name
+        canonical = canonical_parts(f"{module}.weight", (1, 1), config.model)[0].name
         shape = shapes.get(_LAYER.sub("layers.0.", canonical).removeprefix("model."), ())
         scheme = scheme_of_weight(config.model.quantization, f"{module}.weight", shape)
         if scheme is not None:

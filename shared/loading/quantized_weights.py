@@ -83,11 +83,14 @@ def take_quantized(
     """Remove the tensors of quantized layers from those of a checkpoint. Raises `ValueError` for missing or
     unknown tensors and wrong shapes or types."""
     assert model.quantization is not None
-    storage, architecture = model.quantization.storage, model.architecture
+    storage = model.quantization.storage
     found: dict[str, dict[str, str]] = {name: {} for name in layers}
     for name in tensors:
         module, _, suffix = name.rpartition(".")
-        module = canonical_parts(f"{module}.weight", (1, 1), architecture)[0].name.removesuffix(".weight")
+        parts = canonical_parts(f"{module}.weight", (1, 1), model)
+        module = parts[0].name.removesuffix(".weight")
+        if len(parts) > 1 and module in found:
+            raise ValueError(f"{where}: {name} holds {len(parts)} quantized layers; each must have its own")
         if module in found and suffix != "bias":
             found[module][suffix] = name
     entries: list[Entry] = []

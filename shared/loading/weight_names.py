@@ -3,7 +3,8 @@
 Checkpoints name experts in several ways: one tensor per expert and matrix (Qwen3-MoE's
 `mlp.experts.3.up_proj`, Mixtral's `block_sparse_moe.experts.3.w3`), or all experts of a layer in one
 (`mlp.experts.gate_up_proj`: as transformers 5 holds them in memory, or transposed, as in GPT-OSS). The first
-form is the canonical one for every family.
+form is the canonical one for every family. So are q_proj, k_proj and v_proj, where a family has one tensor
+for the three. What a family's checkpoints have is in its row of `diptych.shared.config.families`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 from diptych.shared.config import MLAConfig, ModelConfig
+from diptych.shared.config.families import FAMILIES, Family
 from diptych.shared.loading.kv_scales import is_kv_scale
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
 VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-_LLAMA4 = ((".feed_forward.", ".mlp."), (".router.", ".gate."), (".shared_expert.", ".shared_experts."))
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -39,19 +40,22 @@ class WeightPart(NamedTuple):
         return part.T if self.is_transposed else part
 
 
-def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -> list[WeightPart]:
-    """The canonical weights in a tensor of this name and shape: the tensor itself, or many in packed experts.
-    `architecture`: of the language model; without one (a draft model) names get no prefix."""
+def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | None = None) -> list[WeightPart]:
+    """The canonical weights in a tensor of this name and shape: the tensor itself, several that a family has
+    in one, or many in packed experts. `config`: of the language model; without one (a draft model) names get
+    no prefix."""
     name = name.removeprefix("language_model.")  # of a multimodal checkpoint
-    if architecture and name.startswith(("embed_tokens.", "layers.", "norm.")):
+    family = Family() if config is None else FAMILIES.get(config.architecture, Family())
+    if config is not None and name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
-    if architecture == "GptOssForCausalLM":
-        name = name.replace(".mlp.router.", ".mlp.gate.")
-        return _transposed_parts(name, shape, rows_take_turns=True)
-    if architecture == "Llama4ForCausalLM":
-        for theirs, ours in _LLAMA4:
-            name = name.replace(theirs, ours)
-        return _transposed_parts(name, shape, rows_take_turns=False)
+    for theirs, ours in family.names:
+        name = name.replace(theirs, ours)
+    parent, _, last = name.rpartition(".")
+    parent, _, module = parent.rpartition(".")
+    if config is not None and module in family.fused:
+        return _fused_parts(parent, family.fused[module], last, shape, config)
+    if family.packed_experts != "rows":
+        return _transposed_parts(name, shape, family.packed_experts == "alternating columns")
     if match := _MIXTRAL.fullmatch(name):
         layer, router, expert_id, matrix = match.groups()
         if router == "gate":
@@ -75,6 +79,22 @@ def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -
         for e in range(num_experts)
         for proj, rows in (("gate_proj", slice(0, half)), ("up_proj", slice(half, num_rows)))
     ]
+
+
+def _fused_parts(
+    parent: str, names: tuple[str, ...], kind: str, shape: tuple[int, ...], config: ModelConfig
+) -> list[WeightPart]:
+    """The weights or biases of linear layers whose rows lie one below the other. Rows that are missing or too
+    many are those of the last."""
+    q_size, kv_size = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    parts, start = [], 0
+    for name in names:
+        end = start + sizes.get(name, config.intermediate_size) if name != names[-1] else None
+        num_rows = len(range(shape[0])[start:end])
+        parts.append(WeightPart(f"{parent}.{name}.{kind}", (slice(start, end),), (num_rows, *shape[1:])))
+        start = end or start
+    return parts
 
 
 def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) -> list[WeightPart]:

@@ -91,12 +91,11 @@ def iterate_weights(
             read_quantized(entries, shards, _later(on_progress, plain_bytes, num_bytes)), config
         )
         on_progress = _later(on_progress, 0, num_bytes)
-    family = config.architecture
-    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, family)]
+    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, config)]
     shapes = {part.name: part.shape for part in parts}
     shapes |= {f"{layer.name}.weight": (layer.out, layer.size) for layer in layers.values()}
     check_shapes(shapes, config, str(folder))
-    weights = chain(stream(tensors, on_progress, shards, family), quantized)
+    weights = chain(stream(tensors, on_progress, shards, config), quantized)
     head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
 
@@ -135,10 +134,10 @@ def stream(
     tensors: Mapping[str, TensorInfo],
     on_progress: Callable[[int, int], None] | None,
     shards: Shards | None = None,
-    architecture: str = "",
+    config: ModelConfig | None = None,
 ) -> Weights:
-    """Yields the tensors of a checkpoint, or the parts of one rank, file by file; packed experts one by
-    one."""
+    """Yields the tensors of a checkpoint, or the parts of one rank, file by file; fused layers and packed
+    experts one by one."""
     num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
     for path in dict.fromkeys(info.path for info in tensors.values()):
         try:
@@ -146,7 +145,7 @@ def stream(
                 for name, info in tensors.items():
                     if info.path != path:
                         continue
-                    parts = canonical_parts(name, info.shape, architecture)
+                    parts = canonical_parts(name, info.shape, config)
                     num_bytes_read += info.num_bytes
                     if shards is not None and not any(shards.local_names(part.name) for part in parts):
                         continue
@@ -279,7 +278,7 @@ def load_weights(
         shape = tuple(tensor.shape)
         parts = [WeightPart(checkpoint_name, (), shape)]
         if checkpoint_name not in targets:
-            parts = canonical_parts(checkpoint_name, shape, config.architecture)
+            parts = canonical_parts(checkpoint_name, shape, config)
         for part in parts:
             name, shape = part.name, part.shape
             target = remaining.pop(name, None)

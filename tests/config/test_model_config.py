@@ -203,6 +203,7 @@ LLAMA3 = CONFIGS["llama-llama3"]["rope_scaling"]
             {"rope_scaling": {"type": "su"}},
             "rope_type is 'su'; supported are default, linear",
         ),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; supported are default"),
         ("llama-linear", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ("llama-linear", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
         ("llama-linear", {"rope_theta": -1.0}, "rope_theta is -1.0"),

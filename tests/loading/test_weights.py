@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.config.families import FUSED
 from diptych.shared.loading import weights as weights_module
 from diptych.shared.loading.load_model import MIN_BYTES, LoadingBar
 from diptych.shared.loading.weight_names import expected_shapes
@@ -120,6 +121,31 @@ def test_packed_experts(tmp_path: Path) -> None:
 
     save(tmp_path, MOE, packed | {"model.layers.1.mlp.experts.down_proj": down[:6]})
     with pytest.raises(ValueError, match=r"1 missing: model.layers.1.mlp.experts.6.down_proj.weight"):
+        iterate_weights(tmp_path)
+
+
+def test_fused_layers(tmp_path: Path) -> None:
+    """Grouped queries: q has more rows than k and v. Rows that are too many are those of the last part."""
+    config = ModelConfig.from_dict(CONFIGS["phi3"])
+    expected = dict(dummy_weights(config))
+    fused = {name: tensor for name, tensor in expected.items() if "_proj" not in name}
+    for layer in (f"model.layers.{i}" for i in range(3)):
+        for name, parts in FUSED.items():
+            module = f"{layer}.{'mlp' if 'up' in name else 'self_attn'}"
+            fused[f"{module}.{name}.weight"] = torch.cat([expected[f"{module}.{p}.weight"] for p in parts])
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            fused[f"{layer}.{name}"] = expected[f"{layer}.{name}"]
+    save(tmp_path, "phi3", fused)
+    assert_same_weights(dict(iterate_weights(tmp_path)), expected)
+
+    save(tmp_path, "phi3", fused | {"model.layers.1.self_attn.qkv_proj.weight": torch.zeros(121, 72)})
+    with pytest.raises(ValueError, match=r"shape: model.layers.1.self_attn.v_proj.weight \[25, 72\]"):
+        iterate_weights(tmp_path)
+
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantized = CONFIGS["phi3"] | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ValueError, match=r"gate_up_proj.weight holds 2 quantized layers"):
         iterate_weights(tmp_path)
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from model_harness import build_model
 
-from diptych.reference.models import MODELS, model_class
+from diptych.reference.models import CLASSES, model_class
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.hf_config import FAMILIES
+from diptych.shared.config.families import FAMILIES
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.loading.weights import named_targets
@@ -17,8 +17,8 @@ from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 
 def test_every_architecture_that_configs_know_has_a_model() -> None:
-    assert set(MODELS) == set(FAMILIES)
-    for architecture in MODELS:
+    assert {family.decoder for family in FAMILIES.values()} == set(CLASSES)
+    for architecture in FAMILIES:
         assert issubclass(model_class(architecture), CausalLM)
 
 

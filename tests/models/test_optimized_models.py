@@ -14,10 +14,10 @@ import diptych.optimized.mla.mla_model
 import diptych.reference.layers
 from diptych.optimized.kernels.linear import linear_choice
 from diptych.optimized.layers import MLP, Linear, MergedLinear
-from diptych.optimized.models import MODELS, model_class
+from diptych.optimized.models import CLASSES, model_class
 from diptych.reference.moe import MoE
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.hf_config import FAMILIES
+from diptych.shared.config.families import FAMILIES
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.interfaces.layers import Layers
 from diptych.shared.loading.weight_names import expected_shapes
@@ -84,8 +84,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_every_architecture_that_configs_know_has_a_model() -> None:
-    assert set(MODELS) == set(FAMILIES)
-    for architecture in MODELS:
+    assert {family.decoder for family in FAMILIES.values()} == set(CLASSES)
+    for architecture in FAMILIES:
         assert issubclass(model_class(architecture), CausalLM)
 
 

@@ -76,6 +76,8 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
     [
         ("mistral-window", {"sliding_windows": (24, 24, 24)}),
         ("mistral-window", {"sliding_windows": (22, 22, 22)}),
+        ("phi3", {"rope": {"rotary_dim": 12}}),
+        ("phi3", {"sliding_windows": (30, 30, 30)}),
         ("qwen2-window-layers", {"sliding_windows": (16, -1, 16)}),
         ("qwen3-layer-types", {"rms_norm_eps": 1e-2}),
         ("llama-linear", {"rope": {"factor": 2.4}}),

@@ -10,61 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-_COMMON = {
-    "vocab_size": 331,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_COMMON}
-_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_COMMON}
-_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_COMMON}
-_QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_COMMON}
-_DEEPSEEK = {
-    **_COMMON,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 12,
-    "v_head_dim": 28,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "tie_word_embeddings": False,
-}
-_LLAMA4 = {
-    "architectures": ["Llama4ForCausalLM"],
-    "model_type": "llama4_text",
-    **_COMMON,
-    "num_experts_per_tok": 1,
-    "tie_word_embeddings": False,
-}
-_GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    **_COMMON,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-}
-_GEMMA = {key: value for key, value in _COMMON.items() if key != "hidden_act"}
+from diptych.shared.tools.conformance.oracles.moe_configs import COMMON, MOE_CONFIGS, shape
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **COMMON}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **COMMON}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **COMMON}
+_GEMMA = {key: value for key, value in COMMON.items() if key != "hidden_act"}
 """Without hidden_act: Gemma's key is hidden_activation, and its only value the default."""
-
-
-def _shape(hidden: int, intermediate: int, layers: int, qo_heads: int, kv_heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": qo_heads,
-        "num_key_value_heads": kv_heads,
-    }
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-biases": {
         **_LLAMA,
-        **_shape(96, 130, 2, 6, 2),
+        **shape(96, 130, 2, 6, 2),
         "head_dim": 80,
         "attention_bias": True,
         "mlp_bias": True,
@@ -75,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama-llama3": {
         **_LLAMA,
-        **_shape(100, 72, 3, 5, 1),
+        **shape(100, 72, 3, 5, 1),
         "rope_theta": 500000.0,
         "rope_scaling": {
             "rope_type": "llama3",
@@ -89,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama-linear": {
         **_LLAMA,
-        **_shape(64, 88, 2, 4, 4),
+        **shape(64, 88, 2, 4, 4),
         "max_position_embeddings": 64,
         "rope_theta": 10000.0,
         "rope_scaling": {"type": "linear", "factor": 2.5},
@@ -98,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama-dynamic": {
         **_LLAMA,
-        **_shape(64, 88, 2, 4, 2),
+        **shape(64, 88, 2, 4, 2),
         "max_position_embeddings": 48,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         "dtype": "float32",
@@ -106,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama-yarn": {
         **_LLAMA,
-        **_shape(96, 88, 2, 3, 1),
+        **shape(96, 88, 2, 3, 1),
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -124,17 +82,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-window": {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
-        **_COMMON,
-        **_shape(84, 120, 3, 7, 1),
+        **COMMON,
+        **shape(84, 120, 3, 7, 1),
         "head_dim": 12,
         "sliding_window": 24,
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
         "tie_word_embeddings": False,
     },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        **COMMON,
+        **shape(72, 104, 3, 6, 2),
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 30,
+        "rope_theta": 10000.0,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    },
     "qwen2-window-layers": {
         **_QWEN2,
-        **_shape(72, 104, 3, 6, 2),
+        **shape(72, 104, 3, 6, 2),
         "use_sliding_window": True,
         "sliding_window": 17,
         "max_window_layers": 1,
@@ -144,7 +114,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2-yarn": {
         **_QWEN2,
-        **_shape(64, 96, 2, 4, 1),
+        **shape(64, 96, 2, 4, 1),
         "use_sliding_window": False,
         "sliding_window": 17,
         "max_window_layers": 1,
@@ -156,7 +126,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3-layer-types": {
         **_QWEN3,
-        **_shape(60, 96, 3, 6, 3),
+        **shape(60, 96, 3, 6, 3),
         "head_dim": 80,
         "attention_bias": True,
         "use_sliding_window": True,
@@ -168,7 +138,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3-yarn": {
         **_QWEN3,
-        **_shape(64, 96, 2, 4, 2),
+        **shape(64, 96, 2, 4, 2),
         "head_dim": 24,
         "rope_parameters": {
             "rope_type": "yarn",
@@ -182,7 +152,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {
         **_GEMMA,
-        **_shape(72, 104, 4, 6, 2),
+        **shape(72, 104, 4, 6, 2),
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
         "head_dim": 24,
@@ -196,7 +166,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         **_GEMMA,
-        **_shape(64, 88, 3, 4, 1),
+        **shape(64, 88, 3, 4, 1),
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "head_dim": 20,
@@ -210,7 +180,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma3-layer-types": {
         **_GEMMA,
-        **_shape(60, 96, 3, 6, 3),
+        **shape(60, 96, 3, 6, 3),
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "head_dim": 16,
@@ -226,174 +196,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "dtype": "float32",
     },
-    "gpt-oss": {
-        **_GPT_OSS,
-        **_shape(72, 40, 3, 6, 2),
-        "head_dim": 24,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 4,
-        "sliding_window": 19,
-        "swiglu_limit": 1.5,
-        "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-        "torch_dtype": "float32",
-    },
-    "gpt-oss-layer-types": {
-        **_GPT_OSS,
-        **_shape(64, 24, 2, 8, 1),
-        "head_dim": 16,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "truncate": False,
-        },
-        "dtype": "float32",
-    },
-    "llama4": {
-        **_LLAMA4,
-        **_shape(64, 24, 4, 6, 2),
-        "head_dim": 20,
-        "intermediate_size_mlp": 88,
-        "interleave_moe_layer_step": 2,
-        "num_local_experts": 5,
-        "attention_chunk_size": 32,
-        "no_rope_layer_interval": 4,
-        "floor_scale": 16,
-        "attn_scale": 0.3,
-        "use_qk_norm": True,
-        "attn_temperature_tuning": True,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
-        "torch_dtype": "float32",
-    },
-    "llama4-no-norm": {
-        **_LLAMA4,
-        **_shape(60, 32, 2, 4, 4),
-        "head_dim": 16,
-        "intermediate_size_mlp": 40,
-        "moe_layers": [0, 1],
-        "num_local_experts": 3,
-        "attention_chunk_size": 7,
-        "no_rope_layers": [0, 1],
-        "layer_types": ["full_attention", "chunked_attention"],
-        "use_qk_norm": False,
-        "attn_temperature_tuning": False,
-        "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "dtype": "float32",
-    },
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        **_COMMON,
-        **_shape(64, 56, 2, 4, 2),
-        "head_dim": None,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "sliding_window": 20,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-    },
-    "qwen3-moe": {
-        **_QWEN3_MOE,
-        **_shape(64, 88, 4, 4, 1),
-        "head_dim": 24,
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-        "rope_theta": 1000000.0,
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-    },
-    "qwen3-moe-renormalised": {
-        **_QWEN3_MOE,
-        **_shape(64, 88, 2, 6, 2),
-        "head_dim": 16,
-        "attention_bias": True,
-        "num_local_experts": 9,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "use_sliding_window": True,
-        "sliding_window": 30,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-        "dtype": "float32",
-        "tie_word_embeddings": True,
-    },
-    "deepseek-v2": {
-        **_DEEPSEEK,
-        **_shape(64, 88, 3, 4, 4),
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "q_lora_rank": 40,
-        "topk_method": "group_limited_greedy",
-        "n_group": 3,
-        "topk_group": 2,
-        "n_routed_experts": 9,
-        "routed_scaling_factor": 2.5,
-        "n_shared_experts": 2,
-        "norm_topk_prob": False,
-        "attention_bias": True,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-        "torch_dtype": "float32",
-    },
-    "deepseek-v2-lite": {
-        **_DEEPSEEK,
-        **_shape(60, 72, 2, 3, 3),
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "q_lora_rank": None,
-        "topk_method": "greedy",
-        "n_routed_experts": 7,
-        "n_shared_experts": 1,
-        "norm_topk_prob": False,
-        "rope_theta": 10000.0,
-        "torch_dtype": "float32",
-    },
-    "deepseek-v3": {
-        **_DEEPSEEK,
-        **_shape(64, 88, 3, 5, 5),
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 36,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_routed_experts": 12,
-        "routed_scaling_factor": 2.5,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-        },
-        "dtype": "float32",
-    },
+    **MOE_CONFIGS,
 }

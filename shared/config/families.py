@@ -1,0 +1,137 @@
+"""The model families: what an architecture of config.json fixes. A new dense family is a row of FAMILIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from diptych.shared.config.fields import Fields
+from diptych.shared.config.hf_llama4 import with_llama4
+from diptych.shared.config.hf_windows import NO_WINDOWS, Windows
+from diptych.shared.config.model import ModelConfig
+
+Names = tuple[tuple[str, str], ...]
+"""Parts of a checkpoint's names, and what they are in canonical names."""
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Linear layers that a checkpoint may hold as one tensor: their rows lie one below the other."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture fixes, and what it takes for a key that a config.json leaves out."""
+
+    decoder: Literal["decoder", "gemma", "llama4"] = "decoder"  # whose forward pass: each panel has a class
+
+    # the shape of a layer
+    num_key_value_heads: Literal["required", "as query heads"] = "required"
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    qkv_bias: bool | None = False  # None: as attention_bias says
+    o_bias: bool | None = False  # None: as attention_bias says
+    mlp_bias: bool | None = False  # None: as mlp_bias says
+    attention_bias: bool = False  # for a missing attention_bias
+    tie_word_embeddings: bool = False
+    hidden_act: tuple[str, str] = ("hidden_act", "silu")  # its key, and the value that is supported
+    moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3"] = "none"
+    mla: bool = False
+
+    # norms
+    qk_norm: bool = False  # of the heads of q and k
+    norm_unit_offset: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # attention and MLP end with a norm, too
+
+    # attention and positions
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None  # RoPE of its own in layers with a window
+    is_context_scaled: bool = False  # max_position_embeddings has RoPE's factor in it
+    windows: Windows = NO_WINDOWS
+    attn_sinks: bool = False
+    attn_scale: float | None = None  # for a missing query_pre_attn_scalar; None: head_dim stands for it
+    soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
+
+    # the checkpoint
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rows of FUSED
+    names: Names = ()
+    packed_experts: Literal["rows", "columns", "alternating columns"] = "rows"  # of gate and up
+
+    more: Callable[[ModelConfig, Fields], ModelConfig] | None = None  # what only this family has
+
+
+_GEMMA = Family(
+    "gemma",
+    head_dim=256,
+    qkv_bias=None,
+    o_bias=None,
+    tie_word_embeddings=True,
+    hidden_act=("hidden_activation", "gelu_pytorch_tanh"),
+    norm_unit_offset=True,
+    post_norms=True,
+    is_context_scaled=True,
+    attn_scale=256.0,
+)
+_QWEN_WINDOWS = Windows("optional, from max_window_layers")
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        num_key_value_heads="as query heads", qkv_bias=None, o_bias=None, mlp_bias=None
+    ),
+    # a sliding window in every layer, in early releases
+    "MistralForCausalLM": Family(windows=Windows("all layers", default=4096)),
+    # --8<-- [start:family-row]
+    # one tensor for q, k and v, and one for gate and up; a share of each head rotates
+    "Phi3ForCausalLM": Family(
+        num_key_value_heads="as query heads", windows=Windows("all layers"), fused=FUSED
+    ),
+    # --8<-- [end:family-row]
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=_QWEN_WINDOWS),
+    "Qwen3ForCausalLM": Family(head_dim=128, qkv_bias=None, o_bias=None, qk_norm=True, windows=_QWEN_WINDOWS),
+    # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
+    "Gemma2ForCausalLM": replace(
+        _GEMMA, windows=Windows("all but every nth", default=4096, every=2), soft_caps=(50.0, 30.0)
+    ),
+    # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        qk_norm=True,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        windows=Windows("all but every nth", default=4096, every=6),
+    ),
+    # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
+    "GptOssForCausalLM": Family(
+        head_dim=64,
+        qkv_bias=None,
+        o_bias=None,
+        attention_bias=True,
+        rope_theta=150_000.0,
+        windows=Windows("all but every nth", default=128, every=2),
+        attn_sinks=True,
+        moe="gpt-oss",
+        names=((".mlp.router.", ".mlp.gate."),),
+        packed_experts="alternating columns",
+    ),
+    # chunked attention with RoPE, full attention without; one expert of many, and a shared one
+    "Llama4ForCausalLM": Family(
+        "llama4",
+        num_key_value_heads="as query heads",
+        head_dim=128,
+        qkv_bias=None,
+        o_bias=None,
+        rope_theta=500_000.0,
+        windows=Windows("chunks instead"),
+        names=((".feed_forward.", ".mlp."), (".router.", ".gate."), (".shared_expert.", ".shared_experts.")),
+        packed_experts="columns",
+        more=with_llama4,
+    ),
+    # MoE in every layer: softmax over all experts, the best two renormalised
+    "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
+    # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
+    "Qwen3MoeForCausalLM": Family(
+        qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
+    ),
+    # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
+    "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
+    # the same, routed by a sigmoid and a bias for each expert
+    "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
+}
