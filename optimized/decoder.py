@@ -1,11 +1,11 @@
 """The decoder of all dense families; with an MoE in place of the MLP also of MoE families.
 
 Differs from reference: q, k and v come from one GEMM, and so do gate and up; one kernel norms and rotates the
-heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. So the
-input of a layer is the residual stream, except where the next norm adds: after an MoE, and after split-K
-GEMMs of dozens of tokens. A layer is five kernels and attention for a few tokens, seven for dozens in a small
-model, eight for many. After attention, the last layer computes only the tokens whose hidden states are read:
-the last token of each prompt.
+heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. After an
+MoE, after split-K GEMMs of dozens of tokens, and with several ranks the next norm adds what is pending in the
+`Stream`. A layer is five kernels and attention for a few tokens, seven for dozens in a small model, eight for
+many. After attention, the last layer computes only the tokens whose hidden states are read: the last token of
+each prompt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from diptych.optimized.layers import (
     GemmaRMSNorm,
     Linear,
     MergedLinear,
-    RankPart,
     RMSNorm,
     RotaryEmbedding,
     add_and_norm,
     is_builtin_layer,
     logits,
     sum_later,
-    summed,
 )
 from diptych.optimized.mla.mla_model import MLAAttention
 from diptych.shared.config import ModelConfig
@@ -39,8 +37,8 @@ from diptych.shared.interfaces.layers import Layers
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.moe import MoE
 from diptych.shared.loading.weights import load_weights, named_targets
-from diptych.shared.modeling.forward import layer_output
 from diptych.shared.modeling.layer_choice import act_fn_class, norm_class
+from diptych.shared.modeling.stream import Stream
 from diptych.shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.types.attention import AttentionLayer
@@ -123,43 +121,37 @@ class DecoderLayer(nn.Module):
             act_fn = act_fn_class(config, layers)
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
 
-    def forward(
-        self,
-        x: torch.Tensor | RankPart,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        attention: BatchAttention,
-    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
-        """The layer's input is x + residual, or x alone, and so is its output, the last layer's of the tokens
-        that are wanted. Both may be overwritten."""
+    def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
+        """The last layer's output is that of the tokens attention.rows. The tensors of x may be
+        overwritten."""
         # --8<-- [start:decoder-layer]
-        if residual is None:
-            qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
+        if x.pending is None:
+            residual = x.residual
+            qkv = self.self_attn.qkv_proj(residual, self.input_layernorm)
         else:
-            normed, x = add_and_norm(self.input_layernorm, x, residual)
+            normed, residual = add_and_norm(self.input_layernorm, x)
             qkv = self.self_attn.qkv_proj(normed)
         heads = self.self_attn(qkv, positions, attention)
         if self.is_last and attention.rows is not None:
-            x, heads = x[attention.rows], heads[attention.rows]
-        x, residual = self._add_later(self.self_attn.o_proj, x, heads)
+            residual, heads = residual[attention.rows], heads[attention.rows]
+        x = self._add_later(self.self_attn.o_proj, residual, heads)
         if isinstance(self.mlp, MoE):
-            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
-            return sum_later(self.tp, self.mlp(normed)), x
-        if residual is None:
-            activated = self.mlp.activate(x, self.post_attention_layernorm)
+            normed, residual = add_and_norm(self.post_attention_layernorm, x)
+            return Stream(residual, sum_later(self.tp, self.mlp(normed)))
+        if x.pending is None:
+            residual = x.residual
+            activated = self.mlp.activate(residual, self.post_attention_layernorm)
         else:
-            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
+            normed, residual = add_and_norm(self.post_attention_layernorm, x)
             activated = self.mlp.activate(normed)
-        return self._add_later(self.mlp.down_proj, x, activated)
+        return self._add_later(self.mlp.down_proj, residual, activated)
         # --8<-- [end:decoder-layer]
 
-    def _add_later(
-        self, linear: Linear, residual: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
+    def _add_later(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor) -> Stream:
         """As `Linear.add_later`; with several ranks the next norm adds the sum over ranks."""
         if self.tp.size == 1:
             return linear.add_later(residual, x)
-        return sum_later(self.tp, linear(x)), residual
+        return Stream(residual, sum_later(self.tp, linear(x)))
 
 
 class DecoderModel(nn.Module):
@@ -187,40 +179,28 @@ class DecoderModel(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        x: torch.Tensor,
         positions: torch.Tensor,
         attention: BatchAttention,
-        captured: dict[int, torch.Tensor] | None = None,
-        input_embeds: torch.Tensor | None = None,
+        captured: dict[int, torch.Tensor],
     ) -> torch.Tensor:
-        # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
+        """x [num_tokens, hidden_size]: the input of layer 0, which may be overwritten. `captured`: see
+        CausalLM; it gets copies, because a layer may overwrite its input."""
         # --8<-- [start:model-forward]
-        x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
+        stream = Stream(x)
         for layer_id, layer in enumerate(self.layers):
-            if captured is not None:
-                _capture(captured, layer_id, x, residual)
-            x, residual = layer(x, residual, positions, attention)
-        if captured is not None:
-            _capture(captured, len(self.layers), x, residual)
-        return add_and_norm(self.norm, x, residual)[0]
+            if layer_id in captured:
+                captured[layer_id] = stream.copied_total()
+            stream = layer(stream, positions, attention)
+        if len(self.layers) in captured:
+            captured[len(self.layers)] = stream.copied_total()
+        return add_and_norm(self.norm, stream)[0]
         # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return self.embed_tokens(input_ids)
         return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
-
-
-def _capture(
-    captured: dict[int, torch.Tensor],
-    layer_id: int,
-    x: torch.Tensor | RankPart,
-    residual: torch.Tensor | None,
-) -> None:
-    """A copy of a layer's input, if requested: the layer may overwrite the original."""
-    if layer_id in captured:
-        total = summed(x)
-        captured[layer_id] = total.clone() if residual is None else layer_output(total, residual)
 
 
 class DecoderForCausalLM(CausalLM):
@@ -245,7 +225,9 @@ class DecoderForCausalLM(CausalLM):
         captured: dict[int, torch.Tensor] | None = None,
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.model(input_ids, positions, attention, captured, input_embeds)
+        # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
+        x = self.embed(input_ids) if input_embeds is None else input_embeds
+        return self.model(x, positions, attention, captured or {})
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(input_ids)

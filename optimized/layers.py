@@ -11,8 +11,6 @@ Only layers of this file are fused: a user-provided norm or rotation is called b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
@@ -29,8 +27,8 @@ from diptych.shared.config import RopeConfig
 from diptych.shared.interfaces import layers as interface
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.collectives import Collectives
-from diptych.shared.modeling.forward import layer_output
 from diptych.shared.modeling.rope import rope_angles
+from diptych.shared.modeling.stream import PartialSums, RankPart, Stream
 from diptych.shared.types.attention import AttentionLayer
 
 
@@ -61,15 +59,14 @@ class Linear(nn.Module):
             return small_batch_linear.linear_add(x, self.weight, residual, self.bias)
         return cublas_linear.linear_add(x, self.weight, residual, self.bias)
 
-    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(add_to(residual, x), None) or, if faster, (split-K partial sums of forward(x), residual): float32
-        [parts, num_tokens, out_features], which `add_and_norm` adds."""
+    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> Stream:
+        """residual + forward(x): added by `add_to` or, if faster, left to the next norm as partial sums."""
         parts = (
             small_batch_linear.linear_partial_sums(x, self.weight)
             if self.uses_gemv(x) and self.bias is None
             else None
         )
-        return (self.add_to(residual, x), None) if parts is None else (parts, residual)
+        return Stream(self.add_to(residual, x)) if parts is None else Stream(residual, PartialSums(parts))
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
         """act_fn of the halves of gate_up, as forward takes it."""
@@ -89,10 +86,13 @@ class RMSNorm(interface.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x may be split-K partial sums, float32 [parts, num_tokens, hidden_size], which are added up as
-        well."""
-        add = add_rms_norm if x.dim() == residual.dim() else add_partial_sums_rms_norm
-        return add(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_sums_and_norm(
+        self, sums: PartialSums, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As add_and_norm of the partial sums' total."""
+        return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps)
 
 
 class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
@@ -102,8 +102,12 @@ class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
         return rms_norm(x, self.weight, self.eps, unit_offset=True)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        add = add_rms_norm if x.dim() == residual.dim() else add_partial_sums_rms_norm
-        return add(x, residual, self.weight, self.eps, unit_offset=True)
+        return add_rms_norm(x, residual, self.weight, self.eps, unit_offset=True)
+
+    def add_sums_and_norm(
+        self, sums: PartialSums, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps, unit_offset=True)
 
 
 class RotaryEmbedding(interface.RotaryEmbedding):
@@ -238,13 +242,6 @@ class MLP(nn.Module):
         return self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
 
 
-class RankPart(NamedTuple):
-    """This rank's summand of a sum over ranks that is computed later."""
-
-    part: torch.Tensor
-    tp: Collectives
-
-
 def sum_later(tp: Collectives, part: torch.Tensor) -> torch.Tensor | RankPart:
     """The sum over ranks of `part`. On a GPU it is left to `add_and_norm`: one kernel may sum over ranks, add
     the residual and norm."""
@@ -253,20 +250,17 @@ def sum_later(tp: Collectives, part: torch.Tensor) -> torch.Tensor | RankPart:
     return RankPart(part, tp) if part.is_cuda else tp.all_reduce(part)
 
 
-def summed(x: torch.Tensor | RankPart) -> torch.Tensor:
-    return x.tp.all_reduce(x.part) if isinstance(x, RankPart) else x
-
-
-def add_and_norm(
-    norm: interface.RMSNorm, x: torch.Tensor | RankPart, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of the result of `Linear.add_later` or `sum_later`."""
-    if isinstance(x, RankPart):
-        assert residual is not None
-        return x.tp.all_reduce_add_and_norm(x.part, residual, norm)
-    if residual is not None and x.dim() > residual.dim() and not adds_in_kernel(norm):
-        x, residual = layer_output(x, residual), None  # a user-provided norm takes no partial sums
-    return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
+def add_and_norm(norm: interface.RMSNorm, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x.total(), x.total()), both may be written over the tensors of x."""
+    residual, pending = x
+    if isinstance(pending, torch.Tensor):
+        return norm.add_and_norm(pending, residual)
+    if isinstance(pending, RankPart):
+        return pending.tp.all_reduce_add_and_norm(pending.part, residual, norm)
+    if isinstance(pending, PartialSums) and adds_in_kernel(norm):
+        return norm.add_sums_and_norm(pending, residual)
+    total = x.total()  # nothing is pending, or a user-provided norm takes no partial sums
+    return norm(total), total
 
 
 def adds_in_kernel(norm: interface.RMSNorm) -> bool:

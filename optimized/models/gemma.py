@@ -21,6 +21,7 @@ from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.layers import Layers
 from diptych.shared.modeling.forward import soft_cap
 from diptych.shared.modeling.layer_choice import norm_class
+from diptych.shared.modeling.stream import Stream
 
 
 class GemmaDecoderLayer(DecoderLayer):
@@ -33,23 +34,16 @@ class GemmaDecoderLayer(DecoderLayer):
         self.pre_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        attention: BatchAttention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in DecoderLayer: input and output are x + residual."""
+    def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         # --8<-- [start:four-norms]
-        normed, x = add_and_norm(self.input_layernorm, x, residual)
+        normed, residual = add_and_norm(self.input_layernorm, x)
         heads = self.self_attn(self.self_attn.qkv_proj(normed), positions, attention)
         if self.is_last and attention.rows is not None:
-            x, heads = x[attention.rows], heads[attention.rows]
+            residual, heads = residual[attention.rows], heads[attention.rows]
         added = self.post_attention_layernorm(self.tp.all_reduce(self.self_attn.o_proj(heads)))
-        normed, x = add_and_norm(self.pre_feedforward_layernorm, added, x)
+        normed, residual = self.pre_feedforward_layernorm.add_and_norm(added, residual)
         added = self.tp.all_reduce(self.mlp(normed))
-        return self.post_feedforward_layernorm(added), x
+        return Stream(residual, self.post_feedforward_layernorm(added))
         # --8<-- [end:four-norms]
 
 

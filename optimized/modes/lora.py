@@ -26,6 +26,7 @@ from diptych.shared.interfaces import layers as layer_interface
 from diptych.shared.interfaces import lora as interface
 from diptych.shared.interfaces.lora import NO_ADAPTER, token_slots
 from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules
+from diptych.shared.modeling.stream import PartialSums, Stream
 from diptych.shared.to_device import vectors_to_device
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.lora import LoraAdapter
@@ -69,11 +70,12 @@ class _LoraLinear(nn.Module):
         h = self._shrink(x)
         return self._add(self.base.add_to(residual, x), h)
 
-    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> Stream:
         h = self._shrink(x)
-        y, residual_later = self.base.add_later(residual, x)
-        self._add(y if residual_later is None else y[0], h)  # to one of the partial sums
-        return y, residual_later
+        stream: Stream = self.base.add_later(residual, x)
+        is_in_parts = isinstance(stream.pending, PartialSums)
+        self._add(stream.pending.parts[0] if is_in_parts else stream.residual, h)
+        return stream
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
         # not quantized, because the adapter multiplies it too

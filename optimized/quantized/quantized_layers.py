@@ -31,6 +31,7 @@ from diptych.optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, 
 from diptych.shared.interfaces import layers
 from diptych.shared.interfaces import quantization as interface
 from diptych.shared.modeling.dequantized_values import dequantized_input
+from diptych.shared.modeling.stream import Stream
 from diptych.shared.types.quant_scheme import QuantScheme
 
 MAX_WIDENED_TOKENS = 256
@@ -70,11 +71,9 @@ class QuantizedLinear(interface.QuantizedLinear):
         self._multiply(x, residual, residual)
         return residual
 
-    def add_later(
-        self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(add_to(residual, x), None): see `diptych.optimized.layers.Linear.add_later`."""
-        return self.add_to(residual, x), None
+    def add_later(self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput) -> Stream:
+        """As `diptych.optimized.layers.Linear.add_later`, with nothing pending."""
+        return Stream(self.add_to(residual, x))
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor | QuantizedInput:
         """act_fn of the halves of gate_up, as forward takes it."""

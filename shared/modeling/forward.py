@@ -67,14 +67,6 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return logits if cap == 0.0 else cap * torch.tanh(logits / cap)
 
 
-def layer_output(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """The output of a decoder layer that returned (x, residual): their sum, or x alone. x may be split-K
-    partial sums, float32 [splits, num_tokens, hidden_size]."""
-    if residual is None:
-        return x
-    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
-
-
 def attention_output(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None) -> torch.Tensor:
     """The tensor that `AttentionBackend.run` writes: `out`, or a new one. `ValueError` for an `out` or a
     number of heads that the contract does not allow."""

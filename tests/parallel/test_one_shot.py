@@ -10,7 +10,7 @@ import torch
 
 from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
 from diptych.optimized.kernels.portable import INTERPRETED
-from diptych.optimized.layers import GemmaRMSNorm, RankPart, RMSNorm, add_and_norm, summed
+from diptych.optimized.layers import GemmaRMSNorm, RMSNorm, add_and_norm
 from diptych.optimized.parallel.collectives import Collectives, NcclCollectives
 from diptych.optimized.parallel.symmetric_memory import (
     KIB,
@@ -22,6 +22,7 @@ from diptych.optimized.parallel.symmetric_memory import (
 )
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.modeling.stream import RankPart, Stream
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req, SamplingParams
@@ -113,7 +114,7 @@ def test_a_builtin_norm_is_part_of_the_kernel(norm_class: type[RMSNorm]) -> None
     x, residual = torch.randn(2, 3, 16)
 
     def fused(tp: Any) -> Any:
-        return add_and_norm(norm, RankPart(x, tp), residual), tp.log.entries[-1].op
+        return add_and_norm(norm, Stream(residual, RankPart(x, tp))), tp.log.entries[-1].op
 
     for (what, args), op in on_ranks(2, fused, impl=OnGpu):
         assert (what, op) == ("fused", "all_reduce_add_and_norm")
@@ -130,7 +131,7 @@ def test_another_norm_gets_the_sum() -> None:
     def run(tp: Any) -> list[torch.Tensor]:
         mine, hooked = Mine(16, 1e-5), RMSNorm(16, 1e-5)
         hooked.add_and_norm = lambda x, residual: (x, residual)
-        return [add_and_norm(norm, RankPart(x, tp), x)[0] for norm in (mine, hooked)]
+        return [add_and_norm(norm, Stream(x, RankPart(x, tp)))[0] for norm in (mine, hooked)]
 
     x = torch.randn(3, 16)
     for results in on_ranks(2, run, impl=OnGpu):
@@ -147,12 +148,11 @@ def test_without_the_kernel_a_sum_left_to_the_norm_is_the_same() -> None:
 
     def run(tp: Any) -> Any:
         part = RankPart(parts[tp.rank], tp)
-        return summed(part), add_and_norm(norm, part, residual.clone())
+        return part.sum(), add_and_norm(norm, Stream(residual.clone(), part))
 
     for total, (normed, stream) in on_ranks(2, run, impl=Collectives, in_turn=True):
         assert torch.equal(total, parts.sum(0))
         torch.testing.assert_close((normed, stream), expected)
-    assert torch.equal(summed(parts), parts)
     x, residual = parts
     alone = ALONE.all_reduce_add_and_norm(x.clone(), residual.clone(), norm)
     torch.testing.assert_close(alone, norm.add_and_norm(x.clone(), residual.clone()))

@@ -13,7 +13,7 @@ from diptych.shared import interfaces
 from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.forward import layer_output
+from diptych.shared.modeling.stream import PartialSums, RankPart, Stream
 from diptych.shared.types import (
     Accepted,
     ForwardBatch,
@@ -78,8 +78,7 @@ class Recorder:
     It also records for layer i: layers.i.self_attn.rotated_q (the queries of attention), .stored_k and
     .stored_v (K and V of the new tokens in the pool), .attention (the output of attention), and of a mixture
     of experts layers.i.mlp.topk_ids, ascending. A module's result is recorded if it has one row for each
-    token. For a decoder layer that returns (x, residual) it is their sum; x may be split-K partial sums
-    [splits, num_tokens, hidden_size]. A MergedLinear is recorded as its parts.
+    token; of a decoder layer that returns a Stream its total. A MergedLinear is recorded as its parts.
 
     A decode batch may end in padding rows, which are not recorded. A step may take several passes of the
     model, over its tokens in order. While attached, the model runner replays no graphs, so that every op is
@@ -184,8 +183,8 @@ class Recorder:
         if self._open is None:
             return  # a head's GEMM outside the forward pass
         own = output
-        if kind == "layer" and isinstance(output, tuple):
-            output = layer_output(*output)
+        if isinstance(output, Stream):
+            output = output.total()
         rows = self._open.tokens
         if isinstance(output, torch.Tensor) and output.shape[:1] == (self._num_rows,):
             result = output[: len(rows.keys)].detach().clone()
@@ -292,13 +291,12 @@ class Recorder:
 
 
 def _overwrite(output: Any, value: torch.Tensor) -> None:
-    """Overwrite a result in place, because the parts of a fused op are views. For a layer's (x, residual) the
-    sum becomes `value`."""
-    if isinstance(output, tuple):
-        x, residual = output
-        if residual is not None:
-            x.zero_()
-        output = x if residual is None else residual
+    """Overwrite a result in place, because the parts of a fused op are views. The total of a Stream becomes
+    `value`."""
+    if isinstance(output, Stream):
+        output, pending = output
+        if pending is not None:
+            (pending[0] if isinstance(pending, (PartialSums, RankPart)) else pending).zero_()
     output[: len(value)].copy_(value.view_as(output[: len(value)]))
 
 
