@@ -8,12 +8,12 @@ backend need support them. Loses one call per layer, with a mixed batch two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from diptych.optimized.mixed_batch import num_decoding, split_mixed
 from diptych.shared import registry
 from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
@@ -54,10 +54,10 @@ class HybridAttention(interface.AttentionBackend):
         self.decode_backend.check_layer(layer)
 
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
-        num_decoding = self._num_decoding(forward_batch)
-        if num_decoding == 0:
+        num_last = self._num_decoding(forward_batch)
+        if num_last == 0:
             return self._whole(forward_batch, self._backend_for(forward_batch))
-        prompts, decoding = split_mixed(forward_batch, num_decoding)
+        prompts, decoding = split_mixed(forward_batch, num_last)
         if prompts.batch_size == 0:
             return self._whole(decoding, self.decode_backend)
         pairs = (prompts, self.prefill_backend), (decoding, self.decode_backend)
@@ -131,40 +131,3 @@ def hybrid_of(prefill: str, decode: str) -> type[HybridAttention]:
     """A class of two names of the registry."""
     name = f"HybridAttention[{prefill}+{decode}]"
     return type(name, (HybridAttention,), {"prefill": prefill, "decode": decode, "__module__": __name__})
-
-
-def num_decoding(batch: ForwardBatch) -> int:
-    """The number of last requests of a mixed batch with one new token each, which run as decoding
-    requests."""
-    return sum(1 for _ in takewhile(lambda n: n == 1, reversed(batch.extend_seq_lens_cpu)))
-
-
-def split_mixed(batch: ForwardBatch, num_decoding: int) -> tuple[ForwardBatch, ForwardBatch]:
-    """Split a mixed batch: the last requests, of one new token each, as a decode batch, and the requests
-    before them.
-
-    The decode batch gets copies, because its kernels are compiled for aligned tensors, and slices may be
-    unaligned."""
-    bs, n = batch.batch_size - num_decoding, batch.num_tokens - num_decoding
-    kinds = (ForwardMode.EXTEND, slice(bs), slice(n)), (ForwardMode.DECODE, slice(bs, None), slice(n, None))
-    prompts, decoding = (
-        ForwardBatch(
-            forward_mode=mode,
-            input_ids=batch.input_ids[tokens],
-            positions=batch.positions[tokens],
-            req_pool_indices=batch.req_pool_indices[requests],
-            seq_lens=batch.seq_lens[requests],
-            out_cache_loc=batch.out_cache_loc[tokens],
-            extend_seq_lens=batch.extend_seq_lens[requests],
-            extend_start_loc=batch.extend_start_loc[requests],
-            seq_lens_cpu=batch.seq_lens_cpu[requests],
-            extend_seq_lens_cpu=batch.extend_seq_lens_cpu[requests],
-        )
-        for mode, requests, tokens in kinds
-    )
-    return prompts, replace(
-        decoding,
-        req_pool_indices=decoding.req_pool_indices.clone(),
-        seq_lens=decoding.seq_lens.clone(),
-        extend_start_loc=decoding.extend_start_loc - n,
-    )

@@ -1,8 +1,8 @@
 """Capturing functions as CUDA graphs, whole or in pieces.
 
-All graphs share one memory pool, because they never run at the same time: the outputs of a graph are valid
-until the next replay. A graph reads and writes fixed addresses, so inputs go through buffers that the caller
-owns (decode_graph.py, verify_graph.py, extend_graph.py).
+All graphs of an engine, the drafter's included, share one memory pool, because they never run at the same
+time: the outputs of a graph are valid until the next replay. A graph reads and writes fixed addresses, so
+inputs go through buffers that the caller owns (decode_graph.py, verify_graph.py, token_buffers.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from diptych.optimized.graphs.borrowed_buffers import Borrower, Memory
-from diptych.shared.interfaces import Collectives
+from diptych.shared.interfaces import CausalLM, Collectives
 from diptych.shared.parallel.alone import ALONE
 
 Replay = Callable[[], None]
@@ -26,14 +27,16 @@ Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
 
 class CudaGraphs:
     """Captures functions without arguments into graphs of one memory pool. Largest first: the memory of
-    each serves the smaller ones after it. Functions that contain collectives of `ranks` are captured by all
-    ranks in the same order."""
+    each serves the smaller ones after it. A replay may overwrite what graphs that were captured later have
+    left, so a result that must outlive replays of other graphs is captured before them. Functions may
+    contain collectives of `ranks`: all ranks capture the same graphs in the same order."""
 
-    def __init__(self, device: torch.device, ranks: Collectives = ALONE) -> None:
+    def __init__(self, device: torch.device, ranks: Collectives) -> None:
         self.device = device
         self.ranks = ranks
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        self._first: Recording | None = None  # kept: a pool ends with its last graph
 
     def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
         """Capture a function, after one run that compiles kernels and sets up libraries. If it waits for the
@@ -72,6 +75,26 @@ class CudaGraphs:
                     recording.graph.capture_end()
                 raise
             recording.graph.capture_end()
+        self._first = self._first or recording
+
+
+_of_drafters: WeakKeyDictionary[CausalLM, CudaGraphs] = WeakKeyDictionary()
+"""By target model, between the drafter's captures and the model runner's."""
+
+
+def graphs_of_drafter(target: CausalLM, device: torch.device) -> CudaGraphs | None:
+    """What a drafter captures with, before the runner of its target does. None: not on a GPU."""
+    if device.type != "cuda":
+        return None
+    _of_drafters[target] = CudaGraphs(device, getattr(target, "tp", ALONE))
+    return _of_drafters[target]
+
+
+def graphs_of_runner(model: CausalLM, device: torch.device) -> CudaGraphs | None:
+    """What a model runner captures with: that of its drafter, if there is one. None: not on a GPU."""
+    if device.type != "cuda":
+        return None
+    return _of_drafters.pop(model, None) or CudaGraphs(device, getattr(model, "tp", ALONE))
 
 
 class Recording:

@@ -88,12 +88,16 @@ class PaddedVectors:
 
 
 class DecodeBuffers:
-    """The tensors of a decode step and of its sampling, for up to `max_bs` requests.
+    """The tensors of decode steps of `batch_sizes` and of their sampling.
 
     A padding row is a request of one token on the dummy page.
     """
 
-    def __init__(self, max_bs: int, device: torch.device) -> None:
+    num_nodes = 1  # tokens of each request
+
+    def __init__(self, batch_sizes: tuple[int, ...], device: torch.device) -> None:
+        self.batch_sizes = batch_sizes
+        max_bs = batch_sizes[-1]
         inputs = {"input_ids": 0, "positions": 0, "req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
         self.ints = PaddedVectors({**inputs, "top_ks": 1, "seeds": 0}, max_bs, torch.int64, device)
         floats = {"temperatures": 1.0, "top_ps": 1.0, "min_ps": 0.0}
@@ -102,6 +106,9 @@ class DecodeBuffers:
         self.ones = torch.ones(max_bs, dtype=torch.int64, device=device)
         self.numbers = torch.arange(max_bs, device=device)
         self._loaded: tuple[SamplingBatchInfo, int] | None = None  # loaded parameters, and their size
+
+    def fits(self, forward_batch: ForwardBatch) -> bool:
+        return forward_batch.forward_mode is ForwardMode.DECODE
 
     def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
         """Load a batch. `info`: None if sampling does not read it; that of the previous step is not copied

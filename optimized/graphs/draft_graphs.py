@@ -8,7 +8,7 @@ the drafter's state.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,3 +157,13 @@ class DraftGraphs:
             return None
         size = self.batch_sizes[bisect_left(self.batch_sizes, batch_size)]
         return size, self._calls[size]
+
+
+def capture_drafts(
+    of_shapes: Sequence[DraftGraphs], graphs: CudaGraphs, draft: Draft, extend: Extend
+) -> None:
+    """Capture the graphs of all shapes. They come before those of the target: verification reads a tree, and
+    a replay leaves the results of graphs that were captured before alone."""
+    for of_shape in of_shapes:
+        if not of_shape.capture_all(graphs, draft, extend):
+            return

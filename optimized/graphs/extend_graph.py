@@ -13,8 +13,7 @@ steps are replayed whole where attention can be captured for them (mixed_graph.p
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,49 +21,14 @@ import torch
 from tqdm.auto import tqdm
 
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, Cut, warn_of_launches
-from diptych.optimized.graphs.mixed_graph import MixedRows
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.optimized.graphs.steps import Layers, Steps
+from diptych.optimized.graphs.token_buffers import TokenBuffers
 from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.forward import run_model
-from diptych.shared.types import ForwardBatch, ForwardMode
+from diptych.shared.sampling.logprobs import input_logprobs_of
+from diptych.shared.types import ForwardBatch, LogitsOutput
 from diptych.shared.types.attention import AttentionLayer
-
-MAX_LAYER_FLOPS = 260e9
-"""FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to
-launch (measured on an H200: docs/lab/prefill.md)."""
-MAX_MIXED_TOKENS = 1024
-"""With mixed steps, up to this number of tokens is captured regardless of FLOPs, because chunks are then
-small."""
-
-
-def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
-    """The captured numbers of tokens, ascending; at most one exceeds the largest step."""
-    limit = config.cuda_graph_max_tokens
-    if limit is None:
-        limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
-        if config.enable_mixed_chunk:
-            limit = max(limit, MAX_MIXED_TOKENS)
-    most = config.chunked_prefill_size  # including the tokens of decoding requests
-    if most is None:
-        most = max(config.max_prefill_tokens, config.context_len or model.context_len)
-        most += config.max_running_requests * config.enable_mixed_chunk
-    # Below 256 tokens a GEMM is bound by reading weights, so padding is nearly free.
-    steps = [16, 32, 64, 128, 192, 256, 384, 512, 768]
-    steps += [start + i * start // 4 for start in (1024, 2048, 4096, 8192) for i in range(4)]
-    sizes = [size for size in steps if size <= limit]
-    if most <= limit:
-        sizes = [size for size in sizes if size < most] + [most]
-    return tuple(sizes[: bisect_left(sizes, most) + 1])
-
-
-def flops_per_token(model: ModelConfig) -> int:
-    """FLOPs of the GEMMs of the costliest kind of layer."""
-    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    mlp = model.intermediate_size
-    if model.moe is not None:
-        mlp = model.moe.num_experts_per_tok * model.moe.intermediate_size + model.moe.shared_intermediate_size
-    return 2 * model.hidden_size * (2 * q + 2 * kv + 3 * mlp)
 
 
 @dataclass
@@ -155,128 +119,95 @@ class CutHere(AttentionBackend):
         return self.heads
 
 
-class ExtendSteps:
-    """Runs prefill steps, padded to one of `sizes` tokens, over its own buffers. A padding token has position
-    0 and writes to the dummy page."""
+class ExtendSteps(Steps):
+    """Prefill steps, padded to a captured number of tokens. The graphs hold the layers; logits are launched,
+    because their number of rows differs."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionBackend,
         kv_pool: TokenToKVPool,
-        sizes: tuple[int, ...],
-        is_mixed: bool = False,
+        tokens: TokenBuffers,
+        num_logprob_rows: int,
     ) -> None:
         self.model = model
         self.attention = attention
         self.kv_pool = kv_pool
-        self.sizes = sizes
-        self.num_replays = 0  # of steps of any kind
-        largest = -(-sizes[-1] // 16) * 16 if sizes else 0  # every row starts as aligned as the first
-        self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=kv_pool.device)
-        config = model.config
-        like = next(model.parameters())
-        self._heads = like.new_zeros(largest, config.num_qo_heads, config.v_head_dim)
-        self._batches: dict[int, ForwardBatch] = {}  # by size
-        self._pieces: dict[int, Pieces] = {}
-        self._whole: dict[int, Pieces] = {}
-        self._mixed: MixedRows | None = None  # where steps are mixed and attention takes them as graphs
-        if is_mixed and attention.supports_ragged_graphs:
-            self._mixed = MixedRows(attention, self._heads)
-        self._captured_layers: tuple[int, ...] | None = None  # whose inputs the pieces give
+        self.tokens = tokens
+        self.num_logprob_rows = num_logprob_rows
+        self.captured: dict[int, Pieces] = {}  # by size
+        self.captured_layers: Layers = None  # whose inputs the pieces give
 
     def takes(self, batch: ForwardBatch) -> bool:
         return (
             batch.forward_mode.is_prefill
             and batch.custom_mask is None
-            and bool(self.sizes)
-            and batch.num_tokens <= self.sizes[-1]
+            and self.tokens.size_for(batch.num_tokens) is not None
         )
 
-    def run(
-        self, batch: ForwardBatch, layers: tuple[int, ...] | None, replay: bool
+    def run(self, batch: ForwardBatch, layers: Layers, replay: bool) -> LogitsOutput:
+        hidden_states, captured = self.run_layers(batch, layers, replay)
+        logits = self.model.compute_logits(hidden_states[batch.last_token_rows])
+        input_logprobs = None
+        if batch.input_logprob_rows is not None:
+            input_logprobs = input_logprobs_of(
+                batch, hidden_states, self.model.compute_logits, self.num_logprob_rows
+            )
+        return LogitsOutput(logits, input_logprobs, captured)
+
+    def run_layers(
+        self, batch: ForwardBatch, layers: Layers, replay: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a step: the output of `run_model`, valid until the next step of any kind. `replay`: replay
-        graphs if possible."""
+        """The output of `run_model`."""
         n = batch.num_tokens
-        size = self.sizes[bisect_left(self.sizes, n)]
-        self._load(batch, size)
-        # Attention does not write padding rows, so all are equal, and an MoE routes them to the same few
-        # experts.
-        self._heads[n:size].zero_()
-        attention: AttentionBackend
-        if self._mixed is not None and self._mixed.takes(batch):
-            self._mixed.load(batch)
-            attention, captured = self._mixed.attention_of(self._batch_of(size)), self._whole
-        else:
-            attention, captured = RealRows(self.attention, n, self._heads[:size]), self._pieces
+        size = self.tokens.size_for(n)
+        assert size is not None
+        self.tokens.load(batch, size)
+        attention = self.attention_of(batch, size)
         plan = attention.plan(batch)
-        if replay and size in captured and layers == self._captured_layers:
-            outputs = captured[size](attention, plan)
+        if replay and size in self.captured and layers == self.captured_layers:
+            outputs = self.captured[size](attention, plan)
             self.num_replays += 1
         else:
-            outputs = self._run_model(size, attention, plan, layers)
+            outputs = self.launch(size, attention, plan, layers)
         return outputs[0][:n], outputs[1][:n] if len(outputs) > 1 else None
 
-    def _load(self, batch: ForwardBatch, size: int) -> None:
-        n = batch.num_tokens
-        for row, values in zip(self._inputs, (batch.input_ids, batch.positions, batch.out_cache_loc)):
-            row[:n].copy_(values)
-        self._inputs[:, n:size].zero_()
+    def attention_of(self, batch: ForwardBatch, size: int) -> AttentionBackend:
+        """The attention of the padded step, which is planned for the batch."""
+        return RealRows(self.attention, batch.num_tokens, self.tokens.heads[:size])
 
-    @torch.inference_mode()
-    def capture_all(self, graphs: CudaGraphs, layers: tuple[int, ...] | None) -> None:
-        """Capture all sizes, largest first, because smaller ones reuse the memory."""
-        self._captured_layers = layers
-        for size in tqdm(
-            self.sizes[::-1], desc="capture CUDA graphs of prompts", unit="size", leave=False, delay=1.0
-        ):
-            try:
-                self._pieces[size] = self._capture(graphs, size)
-                if self._mixed is not None:
-                    self._whole[size] = self._capture_whole(graphs, size, self._mixed)
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                warn_of_launches("prefill", "the model makes the CPU wait for the GPU")
-                return
-
-    def _capture(self, graphs: CudaGraphs, size: int) -> Pieces:
-        self._inputs.zero_()
-        last: list[CutHere] = []
-
-        def run(cut: Cut) -> list[torch.Tensor]:
-            last[:] = [CutHere(cut, self._heads[:size])]
-            return self._run_model(size, last[0], None, self._captured_layers)
-
-        replay_rest, outputs = graphs.capture_pieces(run)
-        return Pieces(last[0].pieces, replay_rest, outputs)
-
-    def _capture_whole(self, graphs: CudaGraphs, size: int, mixed: MixedRows) -> Pieces:
-        attention = mixed.attention_of(self._batch_of(size))
-
-        def run(cut: Cut) -> list[torch.Tensor]:
-            return self._run_model(size, attention, None, self._captured_layers)
-
-        return Pieces([], *graphs.capture_pieces(run))
-
-    def _run_model(
-        self, size: int, attention: AttentionBackend, plan: Any, layers: tuple[int, ...] | None
-    ) -> list[torch.Tensor]:
+    def launch(self, size: int, attention: AttentionBackend, plan: Any, layers: Layers) -> list[torch.Tensor]:
         """Hidden states, and the captured ones if requested."""
-        batch = self._batch_of(size)
+        batch = self.tokens.batch_of(size)
         handle = BatchAttention(attention, plan, self.kv_pool, batch.out_cache_loc)
         hidden_states, captured = run_model(self.model, batch, handle, layers)
         return [hidden_states] if captured is None else [hidden_states, captured]
 
-    def _batch_of(self, size: int) -> ForwardBatch:
-        """The first tokens of the buffers as a batch of one request, for the model only."""
-        if size not in self._batches:
-            input_ids, positions, out_cache_loc = self._inputs[:, :size]
-            zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)
-            lens = zero + size
-            self._batches[size] = ForwardBatch(
-                ForwardMode.EXTEND, input_ids, positions, zero, lens, out_cache_loc, lens, zero,
-                (size,), (size,),
-            )  # fmt: skip
-        return self._batches[size]
+    def capture(self, graphs: CudaGraphs, size: int) -> None:
+        self.tokens.inputs.zero_()
+        last: list[CutHere] = []
+
+        def run(cut: Cut) -> list[torch.Tensor]:
+            last[:] = [CutHere(cut, self.tokens.heads[:size])]
+            return self.launch(size, last[0], None, self.captured_layers)
+
+        replay_rest, outputs = graphs.capture_pieces(run)
+        self.captured[size] = Pieces(last[0].pieces, replay_rest, outputs)
+
+
+@torch.inference_mode()
+def capture_prefill_steps(all_steps: Sequence[ExtendSteps], graphs: CudaGraphs, layers: Layers) -> None:
+    """Capture all sizes of all kinds, largest first, because smaller ones reuse the memory."""
+    for steps in all_steps:
+        steps.captured_layers = layers
+    sizes = all_steps[0].tokens.sizes[::-1]
+    for size in tqdm(sizes, desc="capture CUDA graphs of prompts", unit="size", leave=False, delay=1.0):
+        try:
+            for steps in all_steps:
+                steps.capture(graphs, size)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            warn_of_launches("prefill", "the model makes the CPU wait for the GPU")
+            return

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
-from diptych.optimized.attention.hybrid import num_decoding
-from diptych.shared.interfaces import AttentionBackend
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, Cut
+from diptych.optimized.graphs.extend_graph import ExtendSteps, Pieces
+from diptych.optimized.graphs.token_buffers import TokenBuffers
+from diptych.optimized.mixed_batch import num_decoding
+from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from diptych.shared.types import ForwardBatch, ForwardMode
 from diptych.shared.types.attention import AttentionLayer
 
@@ -121,3 +124,33 @@ class MixedRows:
             )
             self._attention_of[size] = MixedAttention(self.attention, prompts, decoding, self.heads[:size])
         return self._attention_of[size]
+
+
+class MixedSteps(ExtendSteps):
+    """Mixed steps, over the buffers of prefill steps."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        tokens: TokenBuffers,
+        num_logprob_rows: int,
+    ) -> None:
+        super().__init__(model, attention, kv_pool, tokens, num_logprob_rows)
+        self.rows = MixedRows(attention, tokens.heads)
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        return super().takes(batch) and self.rows.takes(batch)
+
+    def attention_of(self, batch: ForwardBatch, size: int) -> MixedAttention:
+        self.rows.load(batch)
+        return self.rows.attention_of(self.tokens.batch_of(size))
+
+    def capture(self, graphs: CudaGraphs, size: int) -> None:
+        attention = self.rows.attention_of(self.tokens.batch_of(size))
+
+        def run(cut: Cut) -> list[torch.Tensor]:
+            return self.launch(size, attention, None, self.captured_layers)
+
+        self.captured[size] = Pieces([], *graphs.capture_pieces(run))

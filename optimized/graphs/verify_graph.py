@@ -52,6 +52,8 @@ class VerifyBuffers:
 
     def fits(self, forward_batch: ForwardBatch) -> bool:
         fb = forward_batch
+        if fb.forward_mode is not ForwardMode.TARGET_VERIFY:
+            return False
         has_mask = fb.tree_mask is not None
         is_even = set(fb.extend_seq_lens_cpu) == {self.num_nodes}
         return is_even and fb.custom_mask is None and has_mask == (self.tree_mask is not None)

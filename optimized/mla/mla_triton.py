@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.jit import JITFunction
 
-from diptych.optimized.attention.hybrid import num_decoding, split_mixed
 from diptych.optimized.kernels.attention.decode_attention import _decode_kernel
 from diptych.optimized.kernels.attention.expanded_attention import AttentionState, expanded_attention
 from diptych.optimized.kernels.attention.mla_decode import mla_decode
 from diptych.optimized.kernels.attention.mla_extend import mla_extend
 from diptych.optimized.kernels.attention.mla_small_batch import MAX_TOKENS, absorb_few
+from diptych.optimized.mixed_batch import num_decoding, split_mixed
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.interfaces.mla_attention import MLAAttentionBackend
 from diptych.shared.modeling.forward import attention_output

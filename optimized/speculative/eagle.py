@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from diptych.optimized.graphs.cuda_graph import CudaGraphs
-from diptych.optimized.graphs.draft_graphs import DraftGraphs
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
+from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
 from diptych.optimized.speculative.draft_beams import BeamSteps
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import possible_shapes
@@ -74,9 +74,7 @@ class EagleDrafter(interface.Drafter):
         ]
         graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
         if graphs is not None:
-            for of_shape in self.graphs:
-                if not of_shape.capture_all(graphs, self._draft, self._extend):
-                    break
+            capture_drafts(self.graphs, graphs, self._draft, self._extend)
 
     def num_slots(self, shape: DraftShape) -> int:
         return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
@@ -162,4 +160,4 @@ class EagleDrafter(interface.Drafter):
         return self.config.context_len
 
     def _cuda_graphs(self) -> CudaGraphs | None:
-        return CudaGraphs(self.parts.device) if self.parts.device.type == "cuda" else None
+        return graphs_of_drafter(self.parts.model, self.parts.device)

@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from diptych.optimized.graphs import cuda_graph
 from diptych.optimized.graphs.cuda_graph import Cut, Replay
 from diptych.optimized.model_runner import ModelRunner
+from diptych.shared.interfaces import Collectives
 
 POOL_SIZE = 1 << 16
 
 
 class FakeGraphs:
-    def __init__(self, device: torch.device) -> None:
-        self.pool = torch.full((POOL_SIZE,), torch.nan, device=device)
+    def __init__(self, device: torch.device, ranks: Collectives) -> None:
+        self.ranks = ranks
+        self.pool = torch.full((POOL_SIZE,), torch.nan)
+        self.calls: list[FakeCall] = []  # in the order of capture
+
+    @classmethod
+    def made_by(cls, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes that makes graphs for a GPU."""
+        with patch.object(cuda_graph, "CudaGraphs", cls):
+            return function(*args, torch.device("cuda"))
 
     def capture(self, function: Callable[[], torch.Tensor]) -> FakeCall:
-        return FakeCall(self, function)
+        self.calls.append(FakeCall(self, function))
+        self.pool = self.pool.to(self.calls[-1].memory.device)
+        return self.calls[-1]
 
     def capture_pieces(
         self, function: Callable[[Cut], list[torch.Tensor]]
@@ -100,5 +114,6 @@ class FakePieces:
 class FakeGraphsRunner(ModelRunner):
     """The runner as it is on a GPU."""
 
-    def _graphs(self, device: torch.device) -> FakeGraphs:  # type: ignore[override]
-        return FakeGraphs(device)
+    def _graphs(self) -> FakeGraphs:  # type: ignore[override]
+        graphs: FakeGraphs = FakeGraphs.made_by(cuda_graph.graphs_of_runner, self.model)
+        return graphs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diptych.optimized.graphs import mixed_graph
-from diptych.optimized.graphs.extend_graph import (
+from diptych.optimized.graphs.token_buffers import (
     MAX_LAYER_FLOPS,
     MAX_MIXED_TOKENS,
     captured_token_counts,
@@ -96,10 +96,10 @@ def test_a_wrong_limit_is_named() -> None:
 
 def test_what_is_replayed_and_what_is_not() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), CASES[1])
-    steps = session.runner._extend
-    assert steps.sizes == (16, 32, 64)
+    [steps] = session.runner.steps.prefill
+    assert steps.tokens.sizes == (16, 32, 64)
     num_layers = session.model.config.num_hidden_layers
-    assert {len(pieces.up_to_attention) for pieces in steps._pieces.values()} == {num_layers}
+    assert {len(pieces.up_to_attention) for pieces in steps.captured.values()} == {num_layers}
     ids = iter(range(1000))
 
     def num_replays(lens: dict[int, int], mode: ForwardMode) -> int:
@@ -149,11 +149,11 @@ def test_a_step_launched_as_it_is_asks_for_its_last_tokens() -> None:
 def test_padding_is_the_same_token_everywhere() -> None:
     """So that an MoE sends it to few experts, and a NaN of an earlier step spreads nowhere."""
     session = PreparedSession(FakeGraphsRunner, model_for("mixtral"), CASES[4])
-    steps, seen = session.runner._extend, []
+    steps, seen = session.runner.steps.prefill[0], []
     layer = session.model.model.layers[-1]
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    steps._heads.fill_(torch.nan)
-    steps._inputs.fill_(7)
+    steps.tokens.heads.fill_(torch.nan)
+    steps.tokens.inputs.fill_(7)
     session.run(session.forward_batch({0: [1, 2, 3], 1: [4, 5]}, forward_mode=ForwardMode.EXTEND))
     assert seen[-1].shape[0] == 16
     assert bool(seen[-1].isfinite().all())
@@ -164,21 +164,21 @@ def test_mixed_steps_are_replayed_whole() -> None:
     """But not those of many prompts, or of a long one."""
     case = next(case for case in CASES if case.is_mixed)
     session = PreparedSession(FakeGraphsRunner, model_for(), case.replace(batch_sizes=(20,)))
-    steps, planned = session.runner._extend, []
-    plan = steps.attention.plan
+    runner, planned = session.runner, []
+    plan = runner.attention.plan
 
     def noted(batch: Any) -> Any:
         planned.append(batch.num_tokens)
         return plan(batch)
 
     session.run(session.forward_batch({0: [1] * 9, 1: [2] * 60, 2: [3]}, forward_mode=ForwardMode.EXTEND))
-    steps.attention.plan = noted
+    runner.attention.plan = noted
 
     def is_whole(lens: dict[int, int]) -> bool:
-        before = steps.num_replays, len(planned)
+        before = runner.num_extend_replays, len(planned)
         ids = {i: [n % 331] * n for i, n in lens.items()}
         session.run(session.forward_batch(ids, forward_mode=ForwardMode.MIXED))
-        assert steps.num_replays == before[0] + 1
+        assert runner.num_extend_replays == before[0] + 1
         return len(planned) == before[1]
 
     assert is_whole({3: 40, 4: 2, 0: 1, 1: 1})
@@ -191,7 +191,7 @@ def test_mixed_steps_are_replayed_whole() -> None:
 def test_beside_a_long_prompt_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.is_mixed)
     session = PreparedSession(FakeGraphsRunner, model_for(), case)
-    mixed = session.runner._extend._mixed
+    _, mixed = session.runner.steps.prefill
     session.run(session.forward_batch({0: [1] * 60, 1: [2] * 5}, forward_mode=ForwardMode.EXTEND))
     batch = session.forward_batch({1: [3] * 5, 0: [1]}, forward_mode=ForwardMode.MIXED)
     for longest, takes in ((10, True), (9, False)):
@@ -202,7 +202,7 @@ def test_beside_a_long_prompt_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("watched", [False, True], ids=["replayed", "launched"])
 def test_attention_writes_where_the_next_piece_reads(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session, outs = PreparedSession(FakeGraphsRunner, model_for(), CASES[1]), []
-    steps, run = session.runner._extend, session.runner._extend.attention.run
+    steps, run = session.runner.steps.prefill[0], session.runner.attention.run
     session.runner.is_watched = watched
     batch = session.forward_batch({0: [1, 2, 3], 1: [4, 5]}, forward_mode=ForwardMode.EXTEND)
 
@@ -214,7 +214,7 @@ def test_attention_writes_where_the_next_piece_reads(watched: bool, monkeypatch:
     session.run(batch)
     assert steps.num_replays == (not watched)
     assert len(outs) == session.model.config.num_hidden_layers
-    assert {(out.data_ptr(), len(out)) for out in outs} == {(steps._heads.data_ptr(), 5)}
+    assert {(out.data_ptr(), len(out)) for out in outs} == {(steps.tokens.heads.data_ptr(), 5)}
 
     monkeypatch.setattr(steps.attention, "run", lambda *args, out, **kv: run(*args, **kv))
     with pytest.raises(AssertionError, match="did not write to out"):
@@ -229,7 +229,7 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
     with pytest.warns(RuntimeWarning, match="prefill launches kernel by kernel: the model makes"):
         session = PreparedSession(FakeGraphsRunner, model_for(), CASES[0])
     session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
-    assert session.runner._extend.num_replays == 0
+    assert session.runner.num_extend_replays == 0
 
 
 def test_attention_without_graphs_does_for_prompts() -> None:
@@ -241,7 +241,7 @@ def test_attention_without_graphs_does_for_prompts() -> None:
     with pytest.warns(RuntimeWarning, match="ReplannedAttention does not run in CUDA graphs"):
         session = PreparedSession(NoGraphs, model_for(), CASES[0])
     session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
-    assert session.runner._extend.num_replays == 1
+    assert session.runner.num_extend_replays == 1
 
 
 # ---- on a GPU
@@ -266,15 +266,15 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the reference's attention decodes without graphs
         replayed, launched = (gpu_engine(model, backend, disable_cuda_graph=off) for off in (False, True))
-    steps = replayed.assembly.parts.model_runner._extend
-    sizes = steps.sizes
+    [steps] = replayed.assembly.parts.model_runner.steps.prefill
+    sizes = steps.tokens.sizes
     counts = [n for size in sizes[::-1] for n in (size, size - 1, size // 2 + 1)]
     random.Random(0).shuffle(counts)
     for llm in (replayed, launched):
         fill_pool(llm.assembly)
     for number, num_tokens in enumerate([sizes[-1], *counts]):
         case = StepCase("prefill", min(num_tokens, 1 + number % 5), 50 * (number % 3), num_tokens)
-        steps._heads.fill_(torch.nan)
+        steps.tokens.heads.fill_(torch.nan)
         results = []
         for llm in (replayed, launched):
             with step_of(llm.assembly, case, 0.0, number) as step:
@@ -283,7 +283,7 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
         assert torch.equal(a.next_token_logits, b.next_token_logits), case
         assert torch.equal(ids.next_token_ids, expected.next_token_ids), case
     assert steps.num_replays == 1 + len(counts)
-    assert launched.assembly.parts.model_runner._extend.num_replays == 0
+    assert launched.assembly.parts.model_runner.num_extend_replays == 0
     pools = [llm.assembly.kv_pool for llm in (replayed, launched)]
     for layer_id in range(pools[0].num_layers):
         for a, b in ((p.k_buffer(layer_id) for p in pools), (p.v_buffer(layer_id) for p in pools)):
@@ -306,7 +306,7 @@ def test_answers_are_the_same(flags: dict[str, Any]) -> None:
     for off in (False, True):
         llm = gpu_engine("tiny-dense", None, disable_cuda_graph=off, check_invariants=True, **flags)
         answers.append(llm.generate(prompts, params, progress=False))
-        assert (llm.assembly.parts.model_runner._extend.num_replays > 0) != off
+        assert (llm.assembly.parts.model_runner.num_extend_replays > 0) != off
     for a, b in zip(*answers, strict=True):
         assert (a.output_ids, a.output_logprobs, a.input_logprobs) == (
             b.output_ids,

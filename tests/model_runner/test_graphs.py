@@ -65,7 +65,7 @@ class Pair:
         while self.step():
             pass
         runner = self.replayed.assembly.parts.model_runner
-        num_replayable = sum(bs <= runner.batch_sizes[-1] for bs in self.decoded)
+        num_replayable = sum(bs <= runner.steps.decode.max_bs for bs in self.decoded)
         assert runner.num_graph_replays == num_replayable > 0
         assert self.launched.assembly.parts.model_runner.num_graph_replays == 0
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from diptych.optimized.graphs import cuda_graph
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import verify_batch_sizes
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
+from diptych.shared.parallel.alone import Alone
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.tools.conformance.clauses.suite import check_implementation
 from diptych.shared.tools.conformance.contracts.model_runner import decode as clauses
@@ -79,7 +82,7 @@ def test_bad_flags_are_named(flags: dict[str, object], message: str) -> None:
 def test_a_batch_is_followed_by_padding_whatever_was_there() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     batch = session.forward_batch({0: [5], 3: [6], 1: [7]})
-    buffers = DecodeBuffers(4, torch.device("cpu"))
+    buffers = DecodeBuffers((4,), torch.device("cpu"))
     for vectors in (buffers.ints, buffers.floats, buffers.bools):
         vectors.values.fill_(77)
     reqs = [Req("r", [1], SamplingParams(temperature=2.0, top_k=9), seed) for seed in (11, 12, 13)]
@@ -98,7 +101,7 @@ def test_a_batch_is_followed_by_padding_whatever_was_there() -> None:
 def test_parameters_of_sampling_are_loaded_when_they_change() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     batch = session.forward_batch({0: [5], 3: [6], 1: [7]})
-    buffers = DecodeBuffers(8, torch.device("cpu"))
+    buffers = DecodeBuffers((8,), torch.device("cpu"))
     infos = [
         make_sampling_batch_info(
             [Req("r", [1], SamplingParams(temperature=t, top_k=9), seed) for seed in (11, 12, 13)], 300, "cpu"
@@ -162,7 +165,7 @@ def test_what_is_replayed_and_what_is_not() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     session.prefill(FEW)
     runner = session.runner
-    assert runner.batch_sizes == (1, 2, 4)
+    assert runner.steps.decode.batch_sizes == (1, 2, 4)
     assert runner.num_graph_replays == runner.num_sampler_replays == 0
     expected = []
     for number, (bs, kind) in enumerate([(1, "greedy"), (3, "filters"), (4, "penalties"), (5, "greedy")]):
@@ -183,10 +186,11 @@ def test_what_is_replayed_and_what_is_not() -> None:
 def test_logits_that_are_still_held_are_not_overwritten() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     session.prefill(FEW)
-    session.runner._check_borrowed = True
+    results = session.runner.steps.decode.results
+    results.check_borrowed = True
     session.run(session.forward_batch({0: [1]}))
     session.run(session.forward_batch({0: [1]}))
-    session.runner._last.is_borrowed = True
+    results.last.is_borrowed = True
     with pytest.raises(AssertionError, match="copy them"):
         session.run(session.forward_batch({0: [1]}))
 
@@ -214,7 +218,7 @@ def test_trees_of_the_configured_size_are_replayed() -> None:
     for case, num_replays in ((verify_clauses.CASES[0], 7), (verify_clauses.CASES[3], 1)):
         session = PreparedSession(FakeGraphsRunner, model_for(), case)
         session.prefill(case)
-        assert [buffers.batch_sizes for buffers in session.runner._verify_buffers] == [case.sizes]
+        assert [steps.batch_sizes for steps in session.runner.steps.verify] == [case.sizes]
         for (batch,) in case.batches(session):
             session.run(batch)
         # Not those of 5 requests. Of the other size: the one that decodes.
@@ -258,6 +262,27 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
     assert session.runner.num_graph_replays == 0
 
 
+def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With collectives inside, no rank captures while another sets up connections."""
+    events: list[str] = []
+
+    class Ranks(Alone):
+        def barrier(self) -> None:
+            events.append("barrier")
+
+    class Graph:
+        def capture_begin(self, **options: object) -> None:
+            events.append("begin")
+
+        def capture_end(self) -> None:
+            events.append("end")
+
+    monkeypatch.setattr(cuda_graph, "torch", MagicMock(cuda=MagicMock(CUDAGraph=Graph)))
+    graphs = cuda_graph.CudaGraphs(torch.device("cuda"), Ranks())
+    graphs.capture(lambda: events.append("run"))
+    assert events == ["run", "run", "barrier", "begin", "run", "end"]
+
+
 def test_without_graphs_nothing_is_captured_or_warned_about() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -265,7 +290,7 @@ def test_without_graphs_nothing_is_captured_or_warned_about() -> None:
     session.prefill(FEW)
     session.run(session.forward_batch({i: [1] for i in range(3)}))
     assert session.runner.num_graph_replays == 0
-    assert list(session.runner._steps) == [4]
+    assert list(session.runner.steps.decode.by_size) == [4]
 
 
 def test_the_optimized_panel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

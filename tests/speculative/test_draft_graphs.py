@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.optimized.graphs.cuda_graph import graphs_of_drafter
 from diptych.optimized.speculative.draft_beams import BeamSteps
 from diptych.optimized.speculative.eagle import EagleDrafter
 from diptych.optimized.speculative.standalone import StandaloneDrafter
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
-from diptych.shared.interfaces import Drafter
+from diptych.shared.interfaces import Drafter, DrafterParts
+from diptych.shared.parallel.alone import Alone
 from diptych.shared.speculation.adaptive_shape import AdaptiveShape
 from diptych.shared.tools.bench.round_cost import pieces_of
 from diptych.shared.tools.bench.step_inputs import fill_pool
@@ -27,16 +29,22 @@ from tests.model_runner.fake_graphs import FakeGraphs, FakeGraphsRunner
 SHAPE = DraftShape(3, 2, 6)
 
 
-class FakeGraphsDrafter(EagleDrafter):
+class OnGpu:
     """The drafter as it is on a GPU."""
 
-    def _cuda_graphs(self) -> FakeGraphs:  # type: ignore[override]
-        return FakeGraphs(self.parts.device)
+    parts: DrafterParts
+
+    def _cuda_graphs(self) -> FakeGraphs:
+        self.made: FakeGraphs = FakeGraphs.made_by(graphs_of_drafter, self.parts.model)
+        return self.made
 
 
-class FakeGraphsStandalone(StandaloneDrafter):
-    def _cuda_graphs(self) -> FakeGraphs:  # type: ignore[override]
-        return FakeGraphs(self.parts.device)
+class FakeGraphsDrafter(OnGpu, EagleDrafter):  # type: ignore[misc]
+    pass
+
+
+class FakeGraphsStandalone(OnGpu, StandaloneDrafter):  # type: ignore[misc]
+    pass
 
 
 def engine(drafter: type[Drafter], runner: type | None = None, **flags: Any) -> Assembly:
@@ -131,8 +139,38 @@ def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyP
     graphs, runner = assembly.parts.drafter.graphs, assembly.parts.model_runner
     assert [of_shape.shape for of_shape in graphs] == [(5, 2, 8), (4, 2, 7), (2, 2, 4), (1, 2, 3)]
     assert min(of_shape.num_replays for of_shape in graphs) > 1
-    assert {num_nodes for num_nodes, _ in runner._verify_steps} == {8, 7, 4, 3}
+    assert [steps.buffers.num_nodes for steps in runner.steps.verify if steps.by_size] == [8, 7, 4, 3]
     assert runner.num_graph_replays >= sum(of_shape.num_replays for of_shape in graphs)
+
+
+@pytest.mark.parametrize("drafter", [FakeGraphsDrafter, FakeGraphsStandalone])
+def test_all_graphs_of_an_engine_share_a_pool(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts come first: what verification replays must not lie under a tree. A head that the draft model
+    shares contains collectives of the target's ranks."""
+    ranks, pools = Alone(), []
+    allocate = drafter.allocate
+
+    def allocate_with_ranks(self: Any, *args: Any) -> None:
+        self.parts.model.tp = ranks
+        allocate(self, *args)
+        pools.append((self.made, len(self.made.calls)))
+
+    class Runner(FakeGraphsRunner):
+        def _graphs(self) -> FakeGraphs:
+            pools.append((super()._graphs(), 0))
+            return pools[-1][0]
+
+    monkeypatch.setattr(drafter, "allocate", allocate_with_ranks)
+    algorithm = "eagle3" if drafter is FakeGraphsDrafter else "standalone"
+    engine(drafter, Runner, **Setting("", algorithm=algorithm, shape=SHAPE).flags())
+    (of_drafter, num_drafts), (of_runner, _) = pools
+    assert of_drafter is of_runner
+    assert of_runner.ranks is ranks
+    assert num_drafts == 2 * 3, "a draft and an extension of each size, before the target's graphs"
+    assert len(of_runner.calls) > num_drafts
+    pools.clear()
+    engine(EagleDrafter, Runner)
+    assert pools[0][0] is not of_runner, "another engine has another pool"
 
 
 def test_another_shape_is_launched() -> None:

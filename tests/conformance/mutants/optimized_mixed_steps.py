@@ -17,9 +17,8 @@ class WithOwnRows(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        assert self._extend is not None
-        self.rows: Any = self._extend._mixed
-        if self.rows is not None:
+        for steps in self.steps.prefill[1:]:
+            self.rows: Any = steps.rows
             self._right_load = self.rows.load
             self.rows.load = self.load
 
@@ -75,6 +74,6 @@ class ReplaysMixedStepsInTheWrongSize(WithOwnRows):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        whole = self._extend._whole
-        for size in whole:
-            whole[size] = whole[min(whole)]
+        for steps in self.steps.prefill[1:]:
+            for size in steps.captured:
+                steps.captured[size] = steps.captured[min(steps.captured)]

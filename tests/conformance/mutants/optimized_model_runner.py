@@ -19,14 +19,15 @@ class WithOwnLoad(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        right = self._buffers.load
-        self._buffers.load = lambda *args: self.load(right, *args)
+        self.buffers = self.steps.decode.buffers
+        right = self.buffers.load
+        self.buffers.load = lambda *args: self.load(right, *args)
 
     def load(self, right: Any, batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
         raise AssertionError("a mutant says how")
 
     def row(self, name: str) -> torch.Tensor:
-        return self._buffers.ints.values[self._buffers.ints.rows[name]]
+        return self.buffers.ints.values[self.buffers.ints.rows[name]]
 
     def keep(self, name: str, right: Any, *args: Any) -> None:
         """Everything but one row."""
@@ -64,9 +65,9 @@ class WithOwnTrees(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        if not self._verify_buffers:
+        if not self.steps.verify:
             return
-        (buffers,) = self._verify_buffers
+        buffers = self.steps.verify[0].buffers
         right, kept = buffers.load, self.kept(buffers)
 
         def load(*args: Any) -> None:
@@ -135,10 +136,11 @@ class TemperaturesOneStepLate(FakeGraphsRunner):
     """Temperatures are copied after they were used."""
 
     def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
-        late = replace(info, temperatures=self._buffers.floats.head("temperatures", len(info.seeds)).clone())
+        decode, num = self.steps.decode, len(info.seeds)
+        late = replace(info, temperatures=decode.buffers.floats.head("temperatures", num).clone())
         output = super().forward_and_sample(forward_batch, sampler, late, num_token_ids)
-        if len(info.seeds) <= self.batch_sizes[-1]:
-            self._buffers.floats.head("temperatures", len(info.seeds)).copy_(info.temperatures)
+        if num <= decode.max_bs:
+            decode.buffers.floats.head("temperatures", num).copy_(info.temperatures)
         return output
 
 
@@ -163,26 +165,33 @@ class PlansForShortRequests(FakeGraphsRunner):
 class GivesTheRowsOfPadding(FakeGraphsRunner):
     """Logits have as many rows as the graph."""
 
-    def _decode(self, step, forward_batch, info=None):
-        logits = super()._decode(step, forward_batch, info)
-        missing = step.batch.batch_size - len(logits)
-        return torch.cat([logits, logits.new_zeros(missing, logits.shape[1])])
+    def forward(self, forward_batch):
+        output = super().forward(forward_batch)
+        logits, decode = output.next_token_logits, self.steps.decode
+        if not decode.takes(forward_batch):
+            return output
+        sizes = decode.batch_sizes
+        missing = sizes[bisect_left(sizes, len(logits))] - len(logits)
+        return output._replace(
+            next_token_logits=torch.cat([logits, logits.new_zeros(missing, logits.shape[1])])
+        )
 
 
 @mutant_of("model_runner")
 class TakesTheSmallerSize(FakeGraphsRunner):
     """A batch between two sizes is cut to the smaller one."""
 
-    def _step_for(self, forward_batch):
-        bs = forward_batch.batch_size
-        if not forward_batch.forward_mode.is_decode or not self.batch_sizes or bs > self.batch_sizes[-1]:
-            return super()._step_for(forward_batch)
-        size = self.batch_sizes[max(bisect_left(self.batch_sizes, bs + 1) - 1, 0)]
+    def _steps_for(self, forward_batch):
+        steps = super()._steps_for(forward_batch)
+        if steps is not self.steps.decode:
+            return steps
+        sizes = steps.batch_sizes
+        size = sizes[max(bisect_left(sizes, forward_batch.batch_size + 1) - 1, 0)]
         names = ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc")
         more = ("extend_seq_lens", "extend_start_loc", "seq_lens_cpu", "extend_seq_lens_cpu")
         cut = {name: getattr(forward_batch, name)[:size] for name in (*names, *more)}
         vars(forward_batch).update(cut)
-        return super()._step_for(forward_batch)
+        return steps
 
 
 class WithOwnKind(FakeGraphsRunner):
@@ -231,9 +240,9 @@ class ReplaysWithoutLogprobs(WithOwnKind):
 class SamplesPaddingOfTheHead(FakeGraphsRunner):
     """The graphs sample from all rows of the head."""
 
-    def _capture_all(self, graphs, sampler, num_token_ids):
-        super()._capture_all(graphs, sampler, self.model.config.vocab_size)
-        self._captured_for = sampler, num_token_ids
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, self.model.config.vocab_size)
+        self.steps.decode.results.sampled_by = sampler, num_token_ids
 
 
 @mutant_of("model_runner")
@@ -245,7 +254,7 @@ class ReusesTheIds(FakeGraphsRunner):
         logits, sampled = super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
         if self.num_sampler_replays == before:
             return logits, sampled
-        self.__dict__.setdefault("ids", torch.zeros_like(self._buffers.ones))
+        self.__dict__.setdefault("ids", torch.zeros_like(self.steps.decode.buffers.ones))
         borrowed = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
         return logits, SampleOutput(borrowed)
 
@@ -270,7 +279,7 @@ class LogitsOfTheLargestGraph(FakeGraphsRunner):
         before = self.num_graph_replays
         output = super().forward(forward_batch)
         if self.num_graph_replays > before:
-            memory = self._steps[self.batch_sizes[-1]].replay_model.memory
+            memory = self.steps.decode.by_size[self.steps.decode.max_bs].replay_model.memory
             return LogitsOutput(memory[: forward_batch.batch_size])
         return output
 
@@ -290,10 +299,11 @@ class WithOwnExtend(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        assert self._extend is not None
-        self._right = self._extend._load, self._extend.run
-        self._extend._load = self.load_tokens
-        self._extend.run = self.run_prompts
+        self.extend = self.steps.prefill[0]
+        self.tokens = self.extend.tokens
+        self._right = self.tokens.load, self.extend.run_layers
+        self.tokens.load = self.load_tokens
+        self.extend.run_layers = self.run_prompts
 
     def load_tokens(self, batch: ForwardBatch, size: int) -> None:
         self._right[0](batch, size)
@@ -317,9 +327,9 @@ class KeepsPositionsOfPrompts(WithOwnExtend):
     """Tokens of prompts are rotated to the positions of the step before."""
 
     def load_tokens(self, batch, size):
-        before = self._extend._inputs[1].clone()
+        before = self.tokens.inputs[1].clone()
         super().load_tokens(batch, size)
-        self._extend._inputs[1].copy_(before)
+        self.tokens.inputs[1].copy_(before)
 
 
 @mutant_of("model_runner")
@@ -328,7 +338,7 @@ class GivesTheLastRows(WithOwnExtend):
 
     def run_prompts(self, batch, layers, replay):
         given, captured = super().run_prompts(batch, layers, replay)
-        sizes = self._extend.sizes
+        sizes = self.tokens.sizes
         num_padding = sizes[bisect_left(sizes, batch.num_tokens)] - batch.num_tokens
         start = given.storage_offset() + num_padding * given.stride(0)
         return given.as_strided(given.shape, given.stride(), start), captured
@@ -341,7 +351,7 @@ class CutsToTheSmallerSize(WithOwnExtend):
     def run_prompts(self, batch, layers, replay):
         given, captured = super().run_prompts(batch, layers, replay)
         given = given.clone()
-        smaller = [size for size in self._extend.sizes if size < batch.num_tokens]
+        smaller = [size for size in self.tokens.sizes if size < batch.num_tokens]
         given[max(smaller, default=batch.num_tokens) :] = 0.0
         return given, captured
 
@@ -352,8 +362,7 @@ class ForgetsAttentionOfReplays(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        assert self._extend is not None
-        for pieces in self._extend._pieces.values():
+        for pieces in self.steps.prefill[0].captured.values():
             for piece in pieces.up_to_attention[1:]:
                 piece.layer = pieces.up_to_attention[0].layer
 
@@ -365,4 +374,4 @@ class GivesHiddenStatesOfTheCapture(WithOwnExtend):
     def run_prompts(self, batch, layers, replay):
         if layers is None:
             return super().run_prompts(batch, layers, replay)
-        return super().run_prompts(batch, self._extend._captured_layers, replay)
+        return super().run_prompts(batch, self.extend.captured_layers, replay)

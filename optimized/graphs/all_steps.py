@@ -1,0 +1,84 @@
+"""All kinds of steps of a model runner, and the capture of their graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.optimized.graphs.batch_steps import BatchSteps, Results, capture_batch_steps
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, warn_of_launches
+from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
+from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_steps
+from diptych.optimized.graphs.mixed_graph import MixedSteps
+from diptych.optimized.graphs.steps import Layers, Steps
+from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
+from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
+from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation_flags import possible_shapes
+from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+
+
+class AllSteps:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        num_logprob_rows: int,
+    ) -> None:
+        self.attention = attention
+        self.device = kv_pool.device
+        shapes = []
+        if config.speculative is not None and attention.accepts_seq_len_upper_bounds:
+            shapes = possible_shapes(config)
+        max_seq_len = config.context_len or model.config.context_len
+        max_seq_len += shapes[0].num_draft_tokens if shapes else 0
+        results = Results(check_borrowed=config.check_invariants)
+
+        def over(buffers: DecodeBuffers | VerifyBuffers) -> BatchSteps:
+            return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results)
+
+        self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device))
+        self.verify = [  # for each number of nodes, the most first
+            over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
+            for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
+        ]
+        tokens = TokenBuffers(captured_token_counts(config, model.config), model, self.device)
+        self.prefill = [ExtendSteps(model, attention, kv_pool, tokens, num_logprob_rows)]
+        if config.enable_mixed_chunk and attention.supports_ragged_graphs:
+            self.prefill.append(MixedSteps(model, attention, kv_pool, tokens, num_logprob_rows))
+
+    @property
+    def kinds(self) -> tuple[Steps, ...]:
+        """In the order in which they are tried: prefill steps take mixed ones too."""
+        return self.decode, *self.verify, *self.prefill[::-1]
+
+    def capture(self, graphs: CudaGraphs, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
+        """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""
+        if self.attention.supports_cuda_graph:
+            capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
+        else:
+            warn_of_launches("decoding", f"{type(self.attention).__name__} does not run in CUDA graphs")
+        capture_prefill_steps(self.prefill, graphs, layers)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class ReplayCounts:
+    """The numbers of replays of a model runner, for tests and measurements."""
+
+    kinds: tuple[Steps, ...]
+
+    @property
+    def num_graph_replays(self) -> int:
+        """Of the model, in decode and verify steps."""
+        return sum(steps.num_replays for steps in self.kinds if isinstance(steps, BatchSteps))
+
+    @property
+    def num_extend_replays(self) -> int:
+        """Of prefill and mixed steps."""
+        return sum(steps.num_replays for steps in self.kinds if isinstance(steps, ExtendSteps))
+
+    @property
+    def num_sampler_replays(self) -> int:
+        return sum(steps.num_sampler_replays for steps in self.kinds if isinstance(steps, BatchSteps))
