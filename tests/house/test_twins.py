@@ -51,6 +51,7 @@ def test_every_optimized_component_has_a_twin() -> None:
         "waiting_forest.py",
         "page_ring.py",
         "eviction_heap.py",
+        "mixed_batch.py",
         "array_tree.py",
         "speculative/ngram_lookup.py",
         "speculative/node_sampler.py",
