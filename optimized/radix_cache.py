@@ -25,7 +25,7 @@ from diptych.optimized.array_tree import (
     part_of,
 )
 from diptych.optimized.eviction_heap import EvictionHeap
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces import prefix_cache as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from diptych.shared.interfaces.prefix_cache import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces import prefix_cache as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from diptych.shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
 from diptych.shared.tools.cli import app
-from diptych.shared.tools.commands.options import EngineOptions, SamplingOptions
-from docs.generators.tables import cell, code, option_helps, table
+from diptych.shared.tools.commands.options import EngineOptions, Options, SamplingOptions
+from docs.generators.tables import cell, code, table
 
 
 @cache
@@ -24,7 +24,7 @@ def command(*words: str) -> str:
     found: Any = _group()
     for word in words:
         found = found.commands[word]
-    shared_help = {EngineOptions: option_helps(EngineOptions), SamplingOptions: option_helps(SamplingOptions)}
+    shared_help = {options: _helps(options) for options in (EngineOptions, SamplingOptions)}
     rows, has = [], set()
     for parameter in found.params:
         owner = next(
@@ -50,10 +50,14 @@ def command(*words: str) -> str:
 
 def sampling_options() -> str:
     found: Any = _group()
-    helps = option_helps(SamplingOptions)
+    helps = _helps(SamplingOptions)
     parameters = [each for each in found.commands["generate"].params if each.name in helps]
     rows = [[_names(each), cell(_help(each))] for each in parameters]
     return table(["Option", "Meaning"], rows)
+
+
+def _helps(options: type[Options]) -> dict[str, str]:
+    return {name: _help(get_args(each)[1]) for name, each in options.annotations.items()}
 
 
 def _help(parameter: Any) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
 
@@ -72,36 +71,27 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] if first.isalpha() and first.islower() else text
 
 
-def flags(group: str, *more: str, notes: dict[str, str] | None = None) -> str:
-    """The fields of EngineConfig under one of its headings, as command-line flags, with the help text of the
-    commands. `notes`: what a flag costs."""
-    from diptych.shared.tools.commands.options import EngineOptions
+def flags(group: str, *more: str) -> str:
+    """The flags of a group: option, default, help, and the text below the field, which says what it costs."""
+    from diptych.shared.flags.engine_flags import EngineFlags
+    from diptych.shared.flags.flag import flags_of
+    from diptych.shared.tools.commands.options import help_of
 
-    wanted, notes = " ".join([group, *more]), dict(notes or {})
-    helps = option_helps(EngineOptions)
-    rows, heading, known = [], "", []
-    for each in fields_of(named("diptych.shared.config.EngineConfig")):
-        if each.default == "computed":
-            continue
-        heading = each.group.partition(" (")[0] or heading
-        known.append(heading)
-        if heading == wanted:
-            text = helps[each.name]
-            if each.default != "None":
-                text = re.sub(r"\s*Default: [^.]*\.", "", text)
-            flag = f"`--{each.name.replace('_', '-')}`"
-            rows.append([flag, code(each.default.strip("'")), cell(text), cell(notes.pop(each.name, ""))])
-    if not rows:
-        raise ValueError(f"EngineConfig has no heading {wanted!r}; it has {', '.join(dict.fromkeys(known))}")
-    if notes:
-        raise ValueError(f"EngineConfig has no flag {', '.join(notes)} under {wanted!r}")
+    wanted = " ".join([group, *more])
+    costs = {each.name: each.comment for each in fields_of(EngineFlags)}
+    found = [each for each in flags_of(EngineFlags).values() if each.group == wanted]
+    if not found:
+        raise ValueError(f"no flag has the group {wanted!r}")
+    rows = [
+        [
+            f"`--{each.name.replace('_', '-')}`",
+            code(str(each.default)),
+            cell(help_of(each, False)),
+            cell(costs[each.name]),
+        ]
+        for each in found
+    ]
     return table(["Flag", "Default", "What it does", "Effect and cost"], rows)
-
-
-def option_helps(options: type) -> dict[str, str]:
-    """Name -> help text, of a class in diptych.shared.tools.commands.options."""
-    hints = get_type_hints(options, include_extras=True)
-    return {name: " ".join((get_args(hints[name])[1].help or "").split()) for name in hints}
 
 
 def tolerances() -> str:

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 from diptych.shared.config.model import ModelConfig
-from diptych.shared.config.speculation_flags import SpeculationFlags, draft_shape
+from diptych.shared.config.speculation_flags import draft_shape
+from diptych.shared.flags.engine_flags import EngineFlags
 
 NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "sampler")
 """Components that compute logits or log-probabilities. The mode brings its own."""
 
 
-class DeterministicFlags(SpeculationFlags, Protocol):
-    """The flags of `EngineConfig` that this file reads."""
-
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def pp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def dp_attention(self) -> bool: ...
-    @property
-    def panel(self) -> str | None: ...
-    @property
-    def use(self) -> Mapping[str, str]: ...
-
-
-def check_deterministic(flags: DeterministicFlags) -> None:
+def check_deterministic(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that deterministic mode excludes."""
     if not flags.deterministic:
         return
@@ -56,7 +35,7 @@ def check_deterministic(flags: DeterministicFlags) -> None:
         )
 
 
-def check_deterministic_model(flags: DeterministicFlags, model_config: ModelConfig) -> None:
+def check_deterministic_model(flags: EngineFlags, model_config: ModelConfig) -> None:
     """Raise `ValueError` for models whose kernels in the optimized panel follow the batch."""
     if not flags.deterministic or flags.panel == "reference":
         return

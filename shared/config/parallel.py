@@ -2,53 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from diptych.shared.flags.engine_flags import EngineFlags
 
 
-class ParallelFlags(Protocol):
-    """The flags of `EngineConfig` that this file reads."""
-
-    @property
-    def tp(self) -> int: ...
-    @property
-    def pp(self) -> int: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def dp_attention(self) -> bool: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def ep_num_redundant_experts(self) -> int: ...
-    @property
-    def eplb_rebalance_num_iterations(self) -> int | None: ...
-    @property
-    def speculative(self) -> str | None: ...
-    @property
-    def enable_mixed_chunk(self) -> bool: ...
-    @property
-    def disaggregation(self) -> bool: ...
-    @property
-    def disable_radix_cache(self) -> bool: ...
-    @property
-    def check_invariants(self) -> bool: ...
-    @property
-    def check_idle(self) -> bool: ...
-    @property
-    def enable_priority_scheduling(self) -> bool: ...
-    @property
-    def max_queued_requests(self) -> int | None: ...
-    @property
-    def waiting_timeout(self) -> float | None: ...
-    @property
-    def num_lora_slots(self) -> int: ...
-    @property
-    def hicache_tokens(self) -> int | None: ...
-    @property
-    def hicache_dir(self) -> str | None: ...
-
-
-def check_parallel_flags(flags: ParallelFlags) -> None:
+def check_parallel_flags(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
     if flags.num_lora_slots:
         for name in ("tp", "pp", "dp", "disaggregation"):
@@ -90,15 +47,12 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
         ):
             if getattr(flags, name) not in (None, False):
                 raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
-    redundant = flags.ep_num_redundant_experts
-    if type(redundant) is not int or redundant < 0:
-        raise ValueError(f"ep_num_redundant_experts must be an integer >= 0, got {redundant!r}")
     for name in ("ep_num_redundant_experts", "eplb_rebalance_num_iterations"):
         if getattr(flags, name) and flags.ep == 1:
             raise ValueError(f"{name}={getattr(flags, name)} needs ep > 1, and ep is 1")
 
 
-def _check_dp_attention(flags: ParallelFlags) -> None:
+def _check_dp_attention(flags: EngineFlags) -> None:
     if flags.dp % flags.ep != 0:
         raise ValueError(f"dp_attention with ep={flags.ep} needs dp to be a multiple of it: dp is {flags.dp}")
     if flags.tp > 1 or flags.pp > 1:

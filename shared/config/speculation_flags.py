@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from diptych.shared.config.model import ModelConfig
+from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.types.speculation import DraftShape
-
-
-class SpeculationFlags(Protocol):
-    """The flags of `EngineConfig` that this file reads."""
-
-    @property
-    def speculative(self) -> str | None: ...
-    @property
-    def speculative_draft_model(self) -> str | None: ...
-    @property
-    def speculative_num_steps(self) -> int | None: ...
-    @property
-    def speculative_topk(self) -> int | None: ...
-    @property
-    def speculative_num_draft_tokens(self) -> int | None: ...
-    @property
-    def speculative_auto(self) -> bool: ...
-    @property
-    def enable_mixed_chunk(self) -> bool: ...
-
 
 DEFAULT_SHAPES: dict[str, DraftShape] = {
     "eagle": DraftShape(5, 4, 16),
@@ -38,7 +17,7 @@ DEFAULT_SHAPES: dict[str, DraftShape] = {
 NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone")
 
 
-def draft_shape(config: SpeculationFlags) -> DraftShape:
+def draft_shape(config: EngineFlags) -> DraftShape:
     """The shape to draft. A missing flag has the algorithm's default, limited by the other flags."""
     assert config.speculative is not None
     default = DEFAULT_SHAPES[config.speculative]
@@ -53,7 +32,7 @@ def draft_shape(config: SpeculationFlags) -> DraftShape:
     return DraftShape(num_steps, top_k, num_draft_tokens)
 
 
-def possible_shapes(config: SpeculationFlags) -> list[DraftShape]:
+def possible_shapes(config: EngineFlags) -> list[DraftShape]:
     """The shapes that an engine may draft with, the largest first."""
     largest = draft_shape(config)
     return shapes_up_to(largest)[::-1] if config.speculative_auto else [largest]
@@ -72,7 +51,7 @@ def shapes_up_to(largest: DraftShape) -> list[DraftShape]:
     return [*shapes, largest]
 
 
-def check_speculation(config: SpeculationFlags) -> None:
+def check_speculation(config: EngineFlags) -> None:
     """Raise `ValueError` for flags that contradict each other."""
     given = [
         name
@@ -108,7 +87,7 @@ def check_speculation(config: SpeculationFlags) -> None:
         raise ValueError(f"{what}: {drafted} give at most {shape.max_nodes} nodes, the newest token included")
 
 
-def check_windows(config: SpeculationFlags, model_config: ModelConfig) -> None:
+def check_windows(config: EngineFlags, model_config: ModelConfig) -> None:
     """Raise `ValueError` for trees over layers with a sliding window or chunks: both count slots back from
     the token's slot, and in a tree the slots of siblings are between a node and its ancestors."""
     if config.speculative is None or draft_shape(config).top_k == 1:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from diptych.shared.types import Req
 

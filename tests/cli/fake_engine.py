@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.engine import SpeculativeAlgorithm
+from diptych.shared.flags.engine_flags import SpeculativeAlgorithm
 from diptych.shared.interfaces import SchedulerStats
 from diptych.shared.types import (
     FinishAbort,

@@ -281,23 +281,6 @@ def test_reserved_names_are_no_switches_of_the_template(llm: LLM, name: str) -> 
         llm.chat(SUM, template_args={name: "a"})
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"mem_fraction_static": "a"}, "mem_fraction_static must be a number, got 'a'"),
-        ({"disable_radix_cache": "false"}, "disable_radix_cache must be True or False, got 'false'"),
-        ({"waiting_timeout": "5"}, "waiting_timeout must be a number of seconds"),
-        ({"random_seed": 1.5}, "random_seed must be an integer"),
-        ({"model": 3}, "model must be a text, got 3"),
-        ({"use": "attention=triton"}, "use must map components"),
-        ({"schedule_conservativeness": float("nan")}, "schedule_conservativeness must be a number"),
-    ],
-)
-def test_flags_of_a_wrong_type(flags: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**flags)  # type: ignore[arg-type]
-
-
 def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     source = ROOT / "shared" / "assets" / "tiny-dense"
     for name in ("config.json", "model.safetensors"):

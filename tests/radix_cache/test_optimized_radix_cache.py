@@ -13,7 +13,7 @@ from diptych.optimized.array_tree import TreeNode, part_of
 from diptych.optimized.radix_cache import RadixCache
 from diptych.reference.memory_pool import TokenToKVPoolAllocator
 from diptych.reference.radix_cache import RadixCache as ReferenceCache
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces.prefix_cache import RadixKey
 from diptych.shared.tools.conformance.contracts.radix_cache import request_lives
 from tests.properties import given, settings, st

@@ -9,7 +9,7 @@ import torch
 
 from diptych.reference.chunk_cache import ChunkCache
 from diptych.reference.radix_cache import RadixCache
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces.prefix_cache import RadixKey
 from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.contracts.radix_cache import request_lives, sequences

@@ -10,7 +10,7 @@ import typer
 
 from diptych.shared.tools.commands.bench_run import Progress
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, Plot, run
-from diptych.shared.tools.commands.options import integers
+from diptych.shared.tools.commands.option_values import integers
 
 if TYPE_CHECKING:
     from diptych.shared.tools.bench.all_reduce import SumsPlan, SumsResult

@@ -22,7 +22,8 @@ from diptych.shared.tools.commands.benchmark import (
     ms,
     run,
 )
-from diptych.shared.tools.commands.options import EngineOptions, integers, spread
+from diptych.shared.tools.commands.option_values import integers
+from diptych.shared.tools.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
     from diptych.shared.tools.bench.latency import LatencyResult, Streams

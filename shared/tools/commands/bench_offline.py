@@ -13,7 +13,8 @@ from diptych.shared.tools.commands.offline_benchmark import (
     LongPromptsBenchmark,
     OfflineBenchmark,
 )
-from diptych.shared.tools.commands.options import EngineOptions, integers, spread
+from diptych.shared.tools.commands.option_values import integers
+from diptych.shared.tools.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
     from diptych.shared.tools.bench.workloads import Workload

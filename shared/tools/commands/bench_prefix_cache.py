@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, Plot, run
-from diptych.shared.tools.commands.options import integers, names_among
+from diptych.shared.tools.commands.option_values import integers, names_among
 
 if TYPE_CHECKING:
     from diptych.shared.tools.bench.prefix_cache import CacheResult

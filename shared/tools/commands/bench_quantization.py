@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, run
-from diptych.shared.tools.commands.options import integers
+from diptych.shared.tools.commands.option_values import integers
 
 if TYPE_CHECKING:
     from diptych.shared.tools.bench.quantized_linear_cost import LinearResult

@@ -14,7 +14,8 @@ import typer
 from diptych.shared.tools.commands import bench_run
 from diptych.shared.tools.commands.bench_offline import parse_range
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, Output, Plot, make_table, run
-from diptych.shared.tools.commands.options import EngineOptions, integers, spread
+from diptych.shared.tools.commands.option_values import integers
+from diptych.shared.tools.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,7 +126,7 @@ def serve(
         "engine_arguments": arguments,
         "temperature": temperature,
     }
-    if is_shape_name(engine.model) and engine.load_format is None:
+    if is_shape_name(engine.given.get("model")) and "load_format" not in engine.given:
         arguments += ["--load-format", "dummy"]
     benchmark.server_arguments = arguments
     benchmark.model = served_model_name

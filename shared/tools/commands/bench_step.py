@@ -9,7 +9,8 @@ import typer
 
 from diptych.shared.tools.commands import bench_run, launch
 from diptych.shared.tools.commands.benchmark import Benchmark, Column, make_table, ms, run
-from diptych.shared.tools.commands.options import EngineOptions, integers, spread
+from diptych.shared.tools.commands.option_values import integers
+from diptych.shared.tools.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared import registry
+from diptych.shared.flags.engine_flags import EngineFlags
+from diptych.shared.flags.flag import flags_of
 from diptych.shared.tools.commands import bench_run, diff_precision, diff_servers, launch
-from diptych.shared.tools.commands.options import chunk_size, integers
+from diptych.shared.tools.commands.option_values import chunk_size
 
 if TYPE_CHECKING:
     from diptych.shared.engine.llm import LLM
@@ -227,6 +229,7 @@ def runnable_components(device: str | None) -> str:
 def parse_flags(text: str) -> dict[str, Any]:
     """ "page_size=16,enable_mixed_chunk=true" -> engine flags, converted to their types."""
     flags: dict[str, Any] = {}
+    known = flags_of(EngineFlags)
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = piece.partition("=")
         if not equals:
@@ -234,35 +237,13 @@ def parse_flags(text: str) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name in BOTH_SIDES:
             raise ValueError(f"{name} is not a flag of one side: use --a, --b or the option for both")
-        flags[name] = _value(name, value.strip())
+        if name not in known:
+            names = (each for each in known if each not in BOTH_SIDES)
+            raise ValueError(f"unknown flag {name}; the flags are {', '.join(names)}")
+        flags[name] = known[name].parse(value.strip())
     if "chunked_prefill_size" in flags:
         flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])
     return flags
-
-
-def _value(name: str, text: str) -> Any:
-    from diptych.shared.config import EngineConfig
-
-    field = EngineConfig.__dataclass_fields__.get(name)
-    if field is None:
-        names = (each for each in EngineConfig.__dataclass_fields__ if each not in BOTH_SIDES)
-        raise ValueError(f"unknown flag {name}; the flags are {', '.join(names)}")
-    kind = str(field.type)
-    if text.lower() == "none" and "None" in kind:
-        return None
-    if kind.startswith("bool"):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} must be true or false, got {text!r}")
-        return text.lower() == "true"
-    if kind.startswith("tuple"):
-        return integers(name, text, "+")
-    for number in (int, float):
-        if kind.startswith(number.__name__):
-            try:
-                return number(text)
-            except ValueError:
-                raise ValueError(f"{name} must be a number ({kind}), got {text!r}") from None
-    return text
 
 
 def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diptych.shared.tools.commands.options import integers
+from diptych.shared.tools.commands.option_values import integers
 
 
 def tune(

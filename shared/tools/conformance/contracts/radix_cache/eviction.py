@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.flags.engine_flags import EvictionPolicyName
 from diptych.shared.interfaces import PrefixCache, RadixKey
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, page_sizes, table
 from diptych.shared.tools.conformance.clauses.clause import contract
