@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import commands, components, http, measured, tables
+from docs.generators import commands, components, http, measured, tables, works
 
 Notes = dict[str, str]
 
@@ -38,6 +38,10 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "server-checks": tables.server_checks,
     "families": tables.families,
     "draft-shapes": tables.draft_shapes,
+    "works-components": works.components,
+    "works-tests": works.tests,
+    "gpu-cards": works.cards,
+    "gpu-runs": works.gpu_runs,
     "measured": measured.measured,
     "recording": measured.recording,
     "command": commands.command,

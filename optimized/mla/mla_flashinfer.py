@@ -2,8 +2,8 @@
 
 Differs from reference: one wrapper computes decoding and prompts, in the absorbed form. It is planned on the
 CPU, from the batch's lengths, when the first layer runs. Assumes a CUDA GPU, 16 bits, rows of 512 + 64, and
-nvcc. Loses for long prompts, which are not expanded, and without CUDA graphs. Not yet run on a GPU: the tests
-check what the wrapper is given, with a stand-in of its signature.
+nvcc. Loses for long prompts, which are not expanded, and without CUDA graphs. Off a GPU the
+tests check what the wrapper is given, with a stand-in of its signature.
 """
 
 from __future__ import annotations

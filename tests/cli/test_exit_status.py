@@ -1,0 +1,75 @@
+"""The exit status of commands in every mode, each in a process of its own: threads and processes of an engine
+that answers can still abort the command when it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = {"panel": "reference", "device": "cpu", "dtype": "float32", "max-total-tokens": "2048"}
+HEAD = {"speculative": "eagle3", "speculative-draft-model": "tiny-dense-eagle3"}
+MODES: dict[str, dict[str, str]] = {
+    "plain": {},
+    "optimized": {"panel": "optimized"},
+    "tp": {"tp": "2"},
+    "pp": {"pp": "2"},
+    "dp": {"dp": "2"},
+    "dp attention": {"model": "tiny-moe", "dp": "2", "tp": "2", "ep": "2", "dp-attention": "true"},
+    "ep": {"model": "tiny-moe", "tp": "2", "ep": "2"},
+    "disaggregation": {"disaggregation": "true"},
+    "n-gram": {"speculative": "ngram"},
+    "eagle3": HEAD,
+    "eagle3 tp": HEAD | {"tp": "2"},
+    "tiers": {"hicache-tokens": "1024", "hicache-dir": "DIR", "hicache-dir-tokens": "4096"},
+    "int8": {"quantization": "int8"},
+    "deterministic": {"deterministic": "true"},
+}
+TOKENS, PROMPT, SMALL = (
+    ("--max-new-tokens", "4"),
+    "What is 12 + 30?",
+    ("--input-len", "8", "--output-len", "4"),
+)
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "generate": ("generate", *TOKENS, PROMPT),
+    "json": ("generate", "--json", *TOKENS, PROMPT),
+    "chat": ("chat", *TOKENS),
+    "diff": ("diff", "--prompt", PROMPT, *TOKENS),
+    "eval": ("eval", "--formats", "fp8-kv", "--questions", "2"),
+    "offline": ("bench", "offline", "--no-limit", *SMALL),
+    "latency": ("bench", "latency", "--no-limit", *SMALL),
+    "soak": ("soak", "--seconds", "0"),
+}
+
+
+def options(mode: dict[str, str], of_diff: bool) -> list[str]:
+    """The flags of a mode as options; of `diff` those of side B."""
+    flags = FLAGS | mode
+    if of_diff:
+        both = {
+            "device": flags.pop("device"),
+            "dtype": flags.pop("dtype"),
+            "model": flags.pop("model", "tiny-dense"),
+        }
+        b_flags = ",".join(
+            f"{name.replace('-', '_')}={value}" for name, value in flags.items() if name != "panel"
+        )
+        sides = ["--a", "reference", "--b", flags["panel"], "--b-flags", b_flags]
+        return [*sides, *(word for name, value in both.items() for word in (f"--{name}", value))]
+    return [word for name, value in flags.items() for word in (f"--{name}", value) if word != "true"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_exit_status(command: str, mode: str, tmp_path: Path) -> None:
+    words = [*COMMANDS[command], *options(MODES[mode], command == "diff")]
+    done = subprocess.run(
+        [sys.executable, "-m", "diptych", *(word.replace("DIR", str(tmp_path)) for word in words)],
+        input="Hello\n/exit\n", capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
