@@ -15,7 +15,7 @@ FLAGS = {"panel": "reference", "device": "cpu", "dtype": "float32", "max-total-t
 HEAD = {"speculative": "eagle3", "speculative-draft-model": "tiny-dense-eagle3"}
 MODES: dict[str, dict[str, str]] = {
     "plain": {},
-    "optimized": {"panel": "optimized"},
+    "overlap": {"use": "scheduler=optimized"},
     "tp": {"tp": "2"},
     "pp": {"pp": "2"},
     "dp": {"dp": "2"},
@@ -63,8 +63,18 @@ def options(mode: dict[str, str], of_diff: bool) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", value) if word != "true"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("command", COMMANDS)
+FAST = [("generate", "disaggregation"), ("json", "tp")]
+"""In the fast cut: two ways to end threads and processes."""
+
+
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [
+        pytest.param(command, mode, marks=[] if (command, mode) in FAST else pytest.mark.full)
+        for command in COMMANDS
+        for mode in MODES
+    ],
+)
 def test_exit_status(command: str, mode: str, tmp_path: Path) -> None:
     words = [*COMMANDS[command], *options(MODES[mode], command == "diff")]
     done = subprocess.run(
