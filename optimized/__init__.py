@@ -1,4 +1,4 @@
-"""The same components, fast on NVIDIA GPUs."""
+"""Fast implementations of components, for NVIDIA GPUs."""
 
 if __name__ != "diptych.optimized":  # a module under two names would exist twice
     raise ImportError(

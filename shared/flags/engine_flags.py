@@ -80,7 +80,7 @@ class EngineFlags:
     dp: int = flag(RANKS, 1, "Data parallelism: replicas of the whole model.", at_least=1)
     """Each replica has the whole model and a KV pool of its own, so a cached prefix is in one of them."""
     dp_policy: DataParallelPolicyName = flag(RANKS, "least-tokens", "The replica that gets a request.")
-    """least-tokens counts prompt and possible output of the requests of a replica; round-robin looks at
+    """least-tokens counts prompt and output tokens of the requests that a replica has; round-robin looks at
     nothing."""
     dp_attention: bool = flag(RANKS, False, "With --dp: the replicas of an MoE model share the experts.")
     """Attention and its KV are per replica; experts are divided among all ranks. Replicas without work step
