@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from diptych.optimized.layers import (
     MLP,
@@ -32,45 +31,24 @@ from diptych.optimized.mla.mla_model import MLAAttention
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces import layers as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.layers import Layers
-from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.moe import MoE
 from diptych.shared.loading.weights import load_weights, named_targets
-from diptych.shared.modeling.layer_choice import act_fn_class, norm_class
+from diptych.shared.modeling.decoder_modules import AttentionModules, CausalLMModules, LayerModules
 from diptych.shared.modeling.stream import Stream
-from diptych.shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
-from diptych.shared.parallel.alone import ALONE
-from diptych.shared.types.attention import AttentionLayer
+from diptych.shared.modeling.vocabulary import embed_rows, gather_logits
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(AttentionModules):
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: interface.RotaryEmbedding
     ) -> None:
-        super().__init__()
+        super().__init__(config, layer_id, layers, rotary_emb)
         q_size = config.num_qo_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
-        norm = norm_class(config, layers)
-        self.q_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.rotary_emb = rotary_emb
-        self.layer = AttentionLayer(
-            layer_id=layer_id,
-            num_qo_heads=config.num_qo_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attn_scale or config.head_dim**-0.5,
-            sliding_window=config.sliding_window(layer_id),
-            attention_chunk=config.attention_chunk(layer_id),
-            logit_cap=config.attn_logit_cap,
-        )
-        self.sinks: nn.Parameter | None = None
-        if config.attn_sinks:
-            self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
 
     # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
@@ -94,32 +72,10 @@ class DecoderAttention(nn.Module):
     # --8<-- [end:attention-forward]
 
 
-class DecoderLayer(nn.Module):
-    attention_class: type[DecoderAttention] = DecoderAttention
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_id: int,
-        layers: Layers,
-        moe: type[MoE],
-        rotary_emb: interface.RotaryEmbedding,
-        tp: Collectives = ALONE,
-    ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.is_last = layer_id == config.num_hidden_layers - 1
-        norm = norm_class(config, layers)
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        attention = self.attention_class if config.mla is None else MLAAttention
-        self.self_attn = attention(config, layer_id, layers, rotary_emb)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp: MLP | MoE
-        if config.moe is not None and layer_id in config.moe_layers:
-            self.mlp = moe(config.moe, config.hidden_size)
-        else:
-            act_fn = act_fn_class(config, layers)
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
+class DecoderLayer(LayerModules):
+    attention_class = DecoderAttention
+    mla_class = MLAAttention
+    mlp_class = MLP
 
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         """The last layer's output is that of the tokens attention.rows. The tensors of x may be
@@ -154,68 +110,11 @@ class DecoderLayer(nn.Module):
         return Stream(residual, sum_later(self.tp, linear(x)))
 
 
-class DecoderModel(nn.Module):
-    """The model without the head. With several ranks each has some rows of the embedding."""
-
-    layer_class: type[nn.Module] = DecoderLayer
-
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
-        super().__init__()
-        self.tp = tp
-        self.vocab_size = config.vocab_size
-        rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
-        embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
-        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
-        rotary_embs = {
-            rope: rope and layers.RotaryEmbedding(rope, config.head_dim, config.context_len)
-            for rope in set(ropes)
-        }
-        self.layers = nn.ModuleList(
-            self.layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)
-            for layer_id, rope in enumerate(ropes)
-        )
-        self.norm = norm_class(config, layers)(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        attention: BatchAttention,
-        captured: dict[int, torch.Tensor],
-    ) -> torch.Tensor:
-        """x [num_tokens, hidden_size]: the input of layer 0, which may be overwritten. `captured`: see
-        CausalLM; it gets copies, because a layer may overwrite its input."""
-        # --8<-- [start:model-forward]
-        stream = Stream(x)
-        for layer_id, layer in enumerate(self.layers):
-            if layer_id in captured:
-                captured[layer_id] = stream.copied_total()
-            stream = layer(stream, positions, attention)
-        if len(self.layers) in captured:
-            captured[len(self.layers)] = stream.copied_total()
-        return add_and_norm(self.norm, stream)[0]
-        # --8<-- [end:model-forward]
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return self.embed_tokens(input_ids)
-        return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
-
-
-class DecoderForCausalLM(CausalLM):
-    body_class: type[DecoderModel] = DecoderModel
+class DecoderForCausalLM(CausalLMModules):
+    layer_class = DecoderLayer
+    linear_class = Linear
     selects_rows = True
     is_deterministic = False
-
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
-        super().__init__(config, layers, moe)
-        self.config = config
-        self.tp = tp
-        self.model = self.body_class(config, layers, moe, tp)
-        # A tied head is the embedding itself.
-        num_rows = self.model.embed_tokens.num_embeddings
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)
 
     def forward(
         self,
@@ -225,12 +124,23 @@ class DecoderForCausalLM(CausalLM):
         captured: dict[int, torch.Tensor] | None = None,
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        captured = captured or {}
         # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
-        x = self.embed(input_ids) if input_embeds is None else input_embeds
-        return self.model(x, positions, attention, captured or {})
+        # --8<-- [start:model-forward]
+        x = Stream(self.embed(input_ids) if input_embeds is None else input_embeds)
+        for layer_id, layer in enumerate(self.model.layers):
+            if layer_id in captured:
+                captured[layer_id] = x.copied_total()  # a layer may overwrite its input
+            x = layer(x, positions, attention)
+        if len(self.model.layers) in captured:
+            captured[len(self.model.layers)] = x.copied_total()
+        return add_and_norm(self.model.norm, x)[0]
+        # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed(input_ids)
+        if self.tp.size == 1:
+            return self.model.embed_tokens(input_ids)
+        return embed_rows(self.model.embed_tokens, self.config.vocab_size, input_ids, self.tp)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head

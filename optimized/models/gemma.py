@@ -10,29 +10,18 @@ residual stream, so these GEMMs do not add. Norms are kernels of their own: no G
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from diptych.optimized.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from diptych.optimized.decoder import DecoderForCausalLM, DecoderLayer
 from diptych.optimized.layers import add_and_norm
-from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.layers import Layers
-from diptych.shared.modeling.forward import soft_cap
-from diptych.shared.modeling.layer_choice import norm_class
+from diptych.shared.modeling.decoder_modules import GemmaEnds
 from diptych.shared.modeling.stream import Stream
 
 
 class GemmaDecoderLayer(DecoderLayer):
     """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
     attention, not the one before the MLP."""
-
-    def __init__(self, config: ModelConfig, layer_id: int, layers: Layers, *more: Any) -> None:
-        super().__init__(config, layer_id, layers, *more)
-        norm = norm_class(config, layers)
-        self.pre_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         # --8<-- [start:four-norms]
@@ -47,17 +36,5 @@ class GemmaDecoderLayer(DecoderLayer):
         # --8<-- [end:four-norms]
 
 
-class GemmaModel(DecoderModel):
+class GemmaForCausalLM(GemmaEnds, DecoderForCausalLM):
     layer_class = GemmaDecoderLayer
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings times the square root of hidden_size, rounded to the embedding's type."""
-        x = super().embed(input_ids)
-        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
-
-
-class GemmaForCausalLM(DecoderForCausalLM):
-    body_class = GemmaModel
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_cap)

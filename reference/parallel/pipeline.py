@@ -72,7 +72,7 @@ class Stage:
         model: Any = self.model.model
         plan = self.attention.plan(batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
-        x = model.embed(batch.input_ids) if self.is_first else self._receive(batch.num_tokens)
+        x = self.model.embed(batch.input_ids) if self.is_first else self._receive(batch.num_tokens)
         for layer in model.layers:
             x = layer(x, batch.positions, attention)
         if self.is_last:

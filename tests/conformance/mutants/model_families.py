@@ -22,7 +22,7 @@ class EmbeddingAsStored:
     def __init__(self, config, layers, moe):
         super().__init__(config, layers, moe)
         if config.post_norms:
-            self.model.embed = self.model.embed_tokens.forward
+            self.embed = self.model.embed_tokens.forward
 
 
 @mixed_into_every_model

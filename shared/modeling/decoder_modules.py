@@ -1,0 +1,140 @@
+"""The modules of a decoder, with the names of Hugging Face's weights. A panel adds the
+linear layers of attention and of the MLP, and the forward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.layers import Layers, RMSNorm, RotaryEmbedding
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.moe import MoE
+from diptych.shared.modeling.forward import soft_cap
+from diptych.shared.modeling.layer_choice import act_fn_class, norm_class
+from diptych.shared.modeling.vocabulary import vocabulary_rows
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.types.attention import AttentionLayer
+
+
+class AttentionModules(nn.Module):
+    """Norms of the heads of q and k, rotation, and sinks, where the config has them."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        norm = norm_class(config, layers)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = norm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = norm(config.head_dim, config.rms_norm_eps)
+        self.rotary_emb = rotary_emb
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attn_scale or config.head_dim**-0.5,
+            sliding_window=config.sliding_window(layer_id),
+            attention_chunk=config.attention_chunk(layer_id),
+            logit_cap=config.attn_logit_cap,
+        )
+        self.sinks: nn.Parameter | None = None
+        if config.attn_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
+
+
+class LayerModules(nn.Module):
+    """Attention, MLP or MoE, and the norms around them. With post_norms (Gemma) attention and MLP each have a
+    norm before and one after: `post_attention_layernorm` is then the norm after attention."""
+
+    attention_class: type[nn.Module]
+    mla_class: type[nn.Module]
+    mlp_class: type[nn.Module]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        layers: Layers,
+        moe: type[MoE],
+        rotary_emb: RotaryEmbedding,
+        tp: Collectives = ALONE,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.is_last = layer_id == config.num_hidden_layers - 1
+        norm, sizes = norm_class(config, layers), (config.hidden_size, config.rms_norm_eps)
+        attention = self.attention_class if config.mla is None else self.mla_class
+        self.input_layernorm = norm(*sizes)
+        self.self_attn: Any = attention(config, layer_id, layers, rotary_emb)
+        self.post_attention_layernorm = norm(*sizes)
+        if config.post_norms:
+            self.pre_feedforward_layernorm = norm(*sizes)
+            self.post_feedforward_layernorm = norm(*sizes)
+        self.mlp: Any
+        if config.moe is not None and layer_id in config.moe_layers:
+            self.mlp = moe(config.moe, config.hidden_size)
+        else:
+            act_fn = act_fn_class(config, layers)
+            self.mlp = self.mlp_class(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
+
+
+class BodyModules(nn.Module):
+    """The model without the head. With several ranks each has some rows of the embedding."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Layers,
+        moe: type[MoE],
+        tp: Collectives,
+        layer_class: type[LayerModules],
+    ) -> None:
+        super().__init__()
+        rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
+        embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
+        rotary_embs: dict[Any, Any] = {
+            rope: rope and layers.RotaryEmbedding(rope, config.head_dim, config.context_len)
+            for rope in set(ropes)
+        }
+        self.layers = nn.ModuleList(
+            layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)
+            for layer_id, rope in enumerate(ropes)
+        )
+        self.norm = norm_class(config, layers)(config.hidden_size, config.rms_norm_eps)
+
+
+class CausalLMModules(CausalLM):
+    """The body and the head."""
+
+    layer_class: type[LayerModules]
+    linear_class: type[nn.Module]
+
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
+        super().__init__(config, layers, moe)
+        self.config = config
+        self.tp = tp
+        self.model = BodyModules(config, layers, moe, tp, self.layer_class)
+        # A tied head is the embedding itself.
+        num_rows = self.model.embed_tokens.num_embeddings
+        self.lm_head = None if config.tie_word_embeddings else self.linear_class(config.hidden_size, num_rows)
+
+
+class GemmaEnds(CausalLM):
+    """A scaled embedding and soft-capped logits, before the classes of a panel's decoder."""
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings times the square root of hidden_size, rounded to the embedding's type."""
+        x = super().embed(input_ids)
+        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_cap)
