@@ -20,6 +20,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.model_runner import NO_FEATURES, RunnerFeatures
 from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
@@ -28,11 +29,14 @@ from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, Sample
 class ModelRunner(ReplayCounts, interface.ModelRunner):
     num_logprob_rows = LOGPROB_ROWS
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
-        self.model = model
-        self.attention = attention
-        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
-        self.kv_pool = kv_pool
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        features: RunnerFeatures = NO_FEATURES,
+    ) -> None:
+        super().__init__(model, attention, kv_pool, features)
         self.kinds: tuple[Steps, ...] = ()  # of steps, in the order in which they are tried
 
     @torch.inference_mode()

@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 PANELS = ("reference", "optimized")
+PAIRED = "attention"
+"""The component of which two choices may be joined."""
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "scheduler": {
@@ -156,18 +158,29 @@ NEEDS_TRITON: dict[str, tuple[str, ...]] = {
 
 NO_TRITON = "needs a CUDA GPU (for tests on a CPU, Triton's interpreter: TRITON_INTERPRET=1)"
 
-UNAVAILABLE: dict[str, dict[str, str]] = {
-    "mla_attention": {
-        "flashmla": "needs a Hopper GPU, pages of 64 tokens and the kernels of FlashMLA",
-        "cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and CUTLASS's kernel for latent attention",
-        "trtllm_mla": "needs an sm_100 GPU and TensorRT-LLM's kernels for latent attention",
-        "nsa": "needs a model with sparse attention, as DeepSeek-V3.2, and the kernels of its indexer",
-    }
+UNAVAILABLE: dict[str, str] = {
+    "mla_attention=flashmla": "needs a Hopper GPU, pages of 64 tokens and the kernels of FlashMLA",
+    "mla_attention=cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and CUTLASS's kernel for latent "
+    "attention",
+    "mla_attention=trtllm_mla": "needs an sm_100 GPU and TensorRT-LLM's kernels for latent attention",
+    "mla_attention=nsa": "needs a model with sparse attention, as DeepSeek-V3.2, and its kernels",
 }
-"""component -> choices of other engines -> what they need. They are refused: Diptych does not call them."""
+"""component=choice of other engines -> what it needs. They are refused: Diptych does not call them."""
 
-PAIRS: dict[str, str] = {"attention": "diptych.optimized.attention.hybrid:hybrid_of"}
-"""component -> what makes one implementation of two choices"""
+PARTS: dict[str, str] = {
+    "hybrid_attention": "diptych.optimized.attention.hybrid:hybrid_of",
+    "vision": "diptych.reference.modes.vision",
+    "pipeline": "diptych.reference.parallel.pipeline",
+    "disaggregation": "diptych.reference.parallel.disaggregation",
+    "disk_tier": "diptych.reference.tiers.disk_tier",
+    "moe_runners": "diptych.optimized.moe_runners.table",
+    "tune": "diptych.optimized.tune.tune",
+    "moe_tiles": "diptych.optimized.kernels.moe.moe_tiles",
+    "linear_choice": "diptych.optimized.kernels.linear.linear_choice",
+    "one_shot_all_reduce": "diptych.optimized.kernels.collectives.one_shot_all_reduce",
+    "symmetric_memory": "diptych.optimized.parallel.symmetric_memory",
+}
+"""Parts of one panel that are no component, because there is nothing to choose: name -> module."""
 
 
 def choices(component: str) -> list[str]:
@@ -210,8 +223,6 @@ def runs_triton(device: str) -> bool:
 def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
     """The choice for every component: what `use` says, else the panel's, else, where the optimized panel
     changes nothing, the reference's."""
-    if panel == "optimized" and not has_optimized():
-        raise ValueError("the optimized panel has no component yet; use panel=reference")
     selection: dict[str, str] = {}
     for component, available in IMPLEMENTATIONS.items():
         selection[component] = panel if panel in available else "reference"
@@ -223,19 +234,15 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
 
 def check_choice(component: str, choice: str) -> None:
     """Raise `ValueError` listing the right ones for a name that stands for nothing."""
-    if needed := UNAVAILABLE.get(component, {}).get(choice):
+    if needed := UNAVAILABLE.get(f"{component}={choice}"):
         usable = ", ".join(choices(component))
         raise ValueError(f"{component}={choice} {needed}; Diptych does not call them. Choose one of {usable}")
     if choice not in choices(component) and not _pair(component, choice) and not is_target(choice):
-        pairs = "two of them as prefill+decode, " if component in PAIRS else ""
+        pairs = "two of them as prefill+decode, " if component == PAIRED else ""
         raise ValueError(
             f"{component}={choice}: no such implementation; choose one of {', '.join(choices(component))}, "
             f"{pairs}or name one of yours as package.module:Class or file.py:Class"
         )
-
-
-def has_optimized() -> bool:
-    return any("optimized" in available for available in IMPLEMENTATIONS.values())
 
 
 def load(component: str, choice: str) -> Any:
@@ -243,13 +250,19 @@ def load(component: str, choice: str) -> Any:
     user-provided code becomes one `ValueError`; an exception of the engine's own code is not changed."""
     pair = _pair(component, choice)
     if pair is not None:
-        return _load_target(component, choice, PAIRS[component])(*pair)
+        return load_part("hybrid_attention")(*pair)
     return _load_target(component, choice, IMPLEMENTATIONS.get(component, {}).get(choice, choice))
 
 
-def load_deterministic(panel: str) -> dict[str, Any]:
-    """component -> class, of those that the flag `deterministic` replaces."""
-    return {name: _load_target(name, panel, target) for name, target in DETERMINISTIC[panel].items()}
+def load_deterministic(panel: str, component: str) -> Any:
+    """What takes the place of the component with the flag `deterministic`; None: nothing."""
+    target = DETERMINISTIC[panel].get(component)
+    return None if target is None else _load_target(component, panel, target)
+
+
+def load_part(name: str) -> Any:
+    """A part of `PARTS`."""
+    return _load_target(name, name, PARTS[name])
 
 
 def _load_target(component: str, choice: str, target: str) -> Any:
@@ -274,7 +287,7 @@ def _pair(component: str, choice: str) -> tuple[str, str] | None:
     """The two names of "first+second"; None for anything else."""
     first, plus, second = choice.partition("+")
     known = IMPLEMENTATIONS.get(component, {})
-    if component in PAIRS and plus and first in known and second in known:
+    if component == PAIRED and plus and first in known and second in known:
         return first, second
     return None
 

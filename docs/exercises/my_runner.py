@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.forward import no_hidden_states, run_model
@@ -19,12 +19,6 @@ from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, Sample
 
 
 class ModelRunner(interface.ModelRunner):
-    def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
-        self.model = model
-        self.attention = attention
-        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
-        self.kv_pool = kv_pool
-
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         """One step. An IDLE batch gives no rows and runs nothing; TARGET_VERIFY gives logits of every token,

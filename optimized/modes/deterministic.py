@@ -15,6 +15,7 @@ import torch
 from diptych.optimized.model_runner import ModelRunner
 from diptych.optimized.sampler import Sampler
 from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
+from diptych.shared.interfaces.model_runner import NO_FEATURES, RunnerFeatures
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
@@ -22,8 +23,14 @@ class DeterministicModelRunner(ModelRunner):
     num_logprob_rows = 1  # log-probabilities of a prompt: torch may sum several rows in another order
 
     # --8<-- [start:deterministic-model]
-    def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
-        super().__init__(model, attention, kv_pool)
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        features: RunnerFeatures = NO_FEATURES,
+    ) -> None:
+        super().__init__(model, attention, kv_pool, features)
         for module in model.modules():
             if hasattr(module, "is_deterministic"):
                 module.is_deterministic = True

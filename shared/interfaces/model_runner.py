@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from diptych.shared.config import EngineConfig
@@ -13,6 +14,19 @@ from diptych.shared.interfaces.memory_pool import TokenToKVPool
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.sampler import Sampler
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+
+
+@dataclass(frozen=True)
+class RunnerFeatures:
+    """What optional features of an engine add to a model runner: attributes of the same names."""
+
+    capture_hidden: tuple[int, ...] | None = None  # at first
+    lora: LoraPool | None = None
+    host_pool: HostPool | None = None
+    expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
+
+
+NO_FEATURES = RunnerFeatures()
 
 
 class ModelRunner(ABC):
@@ -26,9 +40,8 @@ class ModelRunner(ABC):
     into these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (),
     the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
 
-    `lora`: the pool of adapters of the model, if there is one, set before `prepare`. Each batch but an IDLE
-    one is given to its `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their
-    `before_pass` is called.
+    `lora`: the pool of adapters of the model, if there is one. Each batch but an IDLE one is given to its
+    `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their `before_pass` is called.
     """
 
     model: CausalLM
@@ -37,10 +50,23 @@ class ModelRunner(ABC):
     capture_hidden: tuple[int, ...] | None = None
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
-    expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
+    expert_manager: Any = None
 
-    @abstractmethod
-    def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None: ...
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        features: RunnerFeatures = NO_FEATURES,
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.kv_pool = kv_pool
+        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
+        self.capture_hidden = features.capture_hidden
+        self.lora = features.lora
+        self.host_pool = features.host_pool
+        self.expert_manager = features.expert_manager
 
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from diptych.shared import registry
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
 from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
@@ -71,7 +71,7 @@ def load_model(
                 quantize_linears(model, model_config.quantization, component, shards, ranks)
         runners: Any = None
         if config.moe_runner_backend != "auto" or any(hasattr(part, "runner") for part in model.modules()):
-            runners = import_module("diptych.optimized.moe_runners.table")
+            runners = registry.load_part("moe_runners")
             runners.use_runner(model, config, device, dtype)
         model.load_weights(weights)
         if runners is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.shards import Shards
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -22,6 +23,14 @@ def layers_of(num_layers: int, rank: int, size: int) -> range:
     if size > num_layers:
         raise ValueError(f"pp={size}: a model of {num_layers} layers has none for some ranks")
     return range(num_layers * rank // size, num_layers * (rank + 1) // size)
+
+
+def own_layers(config: ModelConfig, engine_config: EngineConfig, ranks: Collectives | None) -> range:
+    """The layers that this rank computes."""
+    if engine_config.pp == 1:
+        return range(config.num_hidden_layers)
+    assert ranks is not None
+    return layers_of(config.num_hidden_layers, ranks.rank, ranks.size)
 
 
 def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:

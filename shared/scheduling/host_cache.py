@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -147,32 +147,29 @@ class HostCache:
         assert owned == list(range(self.pool.num_pages)), f"owners of host pages: {owned}"
 
 
-class TieredCache:
-    """Mixed into a radix cache: what goes into the tree goes to CPU memory as well."""
+def tiered(cache_class: type[PrefixCache], tier: HostCache) -> type[PrefixCache]:
+    """The class of a cache with this tier below it: what goes into the tree goes to CPU memory as well."""
 
-    host: HostCache | None = None
+    class TieredRadixCache(cache_class):  # type: ignore[misc, valid-type]
+        host = tier
 
-    def cache_unfinished_req(self: Any, req: Req) -> None:
-        super().cache_unfinished_req(req)  # type: ignore[misc]
-        self.host.store(req.fill_ids, req.extra_key, req.prefix_indices)
+        def cache_unfinished_req(self, req: Req) -> None:
+            super().cache_unfinished_req(req)
+            tier.store(req.fill_ids, req.extra_key, req.prefix_indices)
 
-    def cache_finished_req(self: Any, req: Req, is_insert: bool = True) -> None:
-        if is_insert:
-            num_tokens = req.kv_committed_len
-            slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_tokens)
-            self.host.store(req.all_ids[:num_tokens], req.extra_key, slots)
-        super().cache_finished_req(req, is_insert)  # type: ignore[misc]
+        def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+            if is_insert:
+                num_tokens = req.kv_committed_len
+                slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_tokens)
+                tier.store(req.all_ids[:num_tokens], req.extra_key, slots)
+            super().cache_finished_req(req, is_insert)
 
-    def discard(self: Any, key: RadixKey, start: int) -> None:
-        self.host.forget(key)
-        super().discard(key, start)  # type: ignore[misc]
+        def discard(self, key: RadixKey, start: int) -> None:
+            tier.forget(key)
+            super().discard(key, start)
 
-    def reset(self: Any) -> None:
-        super().reset()  # type: ignore[misc]
-        if self.host is not None:
-            self.host.clear()
+        def reset(self) -> None:
+            super().reset()
+            tier.clear()
 
-
-def tiered(cache_class: type[PrefixCache]) -> type[PrefixCache]:
-    """The class with a host tier below it, which is set as `host` once the pools are there."""
-    return type("TieredRadixCache", (TieredCache, cache_class), {})
+    return TieredRadixCache

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.engine.build.assembly import assemble, print_memory, resolve_config
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.build.pools import print_memory
+from diptych.shared.engine.build.settings import resolve_config
 from diptych.shared.loading.model_path import ASSETS
 
 MODEL = ModelConfig.from_pretrained(ASSETS / "tiny-dense")

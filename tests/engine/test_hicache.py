@@ -12,7 +12,7 @@ import torch
 
 from diptych.reference.tiers.disk_tier import DiskTier
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build import hicache
+from diptych.shared.engine.build.features import host_tier
 from diptych.shared.engine.llm import LLM
 from diptych.shared.scheduling import host_cache
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, prompts
@@ -147,16 +147,16 @@ def test_the_digest_of_a_model_is_of_all_that_decides_its_kv(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     weights.write_bytes(b"1")
     os.utime(weights, ns=(0, 0))
-    found = [hicache.model_digest(tmp_path, config)]
-    assert hicache.model_digest(tmp_path, config) == found[0]
+    found = [host_tier.model_digest(tmp_path, config)]
+    assert host_tier.model_digest(tmp_path, config) == found[0]
     os.utime(weights, ns=(0, 1))
-    found.append(hicache.model_digest(tmp_path, config))
+    found.append(host_tier.model_digest(tmp_path, config))
     weights.rename(tmp_path / "b.safetensors")
-    found.append(hicache.model_digest(tmp_path, config))
+    found.append(host_tier.model_digest(tmp_path, config))
     for changed in ({"dtype": "float32"}, {"random_seed": 1}, {"context_len": 65}):
-        found.append(hicache.model_digest(tmp_path, config.updated(**changed)))
+        found.append(host_tier.model_digest(tmp_path, config.updated(**changed)))
     (tmp_path / "config.json").write_text("[]")
-    found.append(hicache.model_digest(tmp_path, config))
+    found.append(host_tier.model_digest(tmp_path, config))
     assert len(set(found)) == len(found)
 
 
@@ -202,9 +202,9 @@ def test_pages_belong_to_all_tokens_before_them_and_to_a_namespace() -> None:
 
 @pytest.mark.parametrize("mutant", [EachPageAlone, WithoutNamespace])
 def test_planted_bugs_are_found(mutant: type[host_cache.HostCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hicache, "HostCache", mutant)
+    monkeypatch.setattr(host_tier, "HostCache", mutant)
     assert shares_wrongly(engine())
-    monkeypatch.setattr(hicache, "HostCache", TwoOwners)
+    monkeypatch.setattr(host_tier, "HostCache", TwoOwners)
     with pytest.raises(AssertionError, match="owners of host pages"):
         shares_wrongly(engine())
 

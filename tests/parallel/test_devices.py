@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import assemble, check_parallel
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.build.features.together import check_parallel
 from diptych.shared.engine.processes import launcher
 from diptych.shared.engine.processes.devices import config_of_rank, config_of_replica
 from diptych.shared.engine.processes.ranks import assemble_ranks

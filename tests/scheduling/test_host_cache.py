@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,11 +64,12 @@ def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path
 
 
 def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:
-    world = CacheWorld(tiered(RadixCache), 1)
     called: list[object] = []
-    world.cache.host = SimpleNamespace(
+    host: Any = SimpleNamespace(
         forget=called.append, clear=lambda: called.append("all"), store=lambda *_: None
     )
+    world = CacheWorld(tiered(RadixCache, host), 1)
+    called.clear()
     world.finish(world.prefill([1, 2, 3, 4]))
     key = RadixKey([1, 2, 3, 4])
     world.cache.discard(key, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import default_device
+from diptych.shared.engine.build.settings import default_device
 
 
 def config_of_rank(config: EngineConfig, local_rank: int, num_local: int) -> EngineConfig:

@@ -6,13 +6,13 @@ import socket
 import time
 import weakref
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import Assembly, assemble, default_device, default_panel
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end
 from diptych.shared.engine.processes.devices import device_at
 from diptych.shared.interfaces import Transport
@@ -59,7 +59,7 @@ def transport_of(config: EngineConfig) -> type[Transport]:
 def decode_side(assembly: Assembly, transport: Transport) -> Any:
     """The scheduler of the decode engine."""
     context_len = assembly.config.context_len
-    return import_module("diptych.reference.parallel.disaggregation").DecodeSide(
+    return registry.load_part("disaggregation").DecodeSide(
         assembly.scheduler, assembly.parts, assembly.model_config.vocab_size, context_len, transport
     )
 
@@ -72,7 +72,7 @@ def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:
         inbox.start("ready")
         connection = socket.create_connection(("127.0.0.1", port))
         transport = transport_of(config)(connection, assembly.kv_pool)
-        module = import_module("diptych.reference.parallel.disaggregation")
+        module = registry.load_part("disaggregation")
         side = module.PrefillSide(assembly.scheduler, assembly.parts, transport)
         while not side.is_done:
             if not side.turn():

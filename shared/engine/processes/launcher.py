@@ -15,7 +15,8 @@ from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, NoReturn
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import Assembly, default_device
+from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.build.settings import default_device
 from diptych.shared.engine.processes.child import Child
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, assemble_lead, follow

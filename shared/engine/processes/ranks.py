@@ -18,7 +18,8 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import Assembly, assemble, default_device, default_panel
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,

@@ -10,7 +10,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -181,11 +180,10 @@ def _on_gpus(plan: SumsPlan, store: Store, rank: int) -> dict[str, Prepare]:
     """All but "optimized" is what the optimized panel would choose from, alone and at every size."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    collectives: Any = import_module("diptych.optimized.parallel.collectives")
-    kernel: Any = import_module("diptych.optimized.kernels.collectives.one_shot_all_reduce")
-    symmetric: Any = import_module("diptych.optimized.parallel.symmetric_memory")
+    kernel = registry.load_part("one_shot_all_reduce")
+    symmetric = registry.load_part("symmetric_memory")
     device = torch.device("cuda", rank)
-    nccl = collectives.NcclCollectives(store, rank, plan.num_ranks, SECONDS, "nccl")
+    nccl = registry.load("collectives", "nccl")(store, rank, plan.num_ranks, SECONDS, "nccl")
 
     def memory(name: str, dtype: torch.dtype, *shape: int) -> Any:
         where = PrefixStore(name, store)

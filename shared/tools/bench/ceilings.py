@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config import ModelConfig
-from diptych.shared.engine.build.assembly import default_device
+from diptych.shared.engine.build.settings import default_device
 from diptych.shared.tools.bench.step_cost import Ceilings
 
 MIB = 2**20

@@ -30,7 +30,7 @@ def quantization(
     import torch
 
     from diptych.shared.config import ModelConfig
-    from diptych.shared.engine.build.assembly import default_device, default_panel
+    from diptych.shared.engine.build.settings import default_device, default_panel
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.tools.bench.quantized_linear_cost import PLAIN, LinearTimes, cases_of
 

@@ -215,7 +215,7 @@ def parse_side(text: str) -> dict[str, Any]:
 def runnable_components(device: str | None) -> str:
     """The optimized components that the device can run: all on a GPU, elsewhere those without Triton
     kernels."""
-    from diptych.shared.engine.build.assembly import default_device
+    from diptych.shared.engine.build.settings import default_device
 
     if (device or default_device()).startswith("cuda"):
         return "optimized"

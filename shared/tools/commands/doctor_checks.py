@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import shutil
 import sys
@@ -149,9 +148,7 @@ def _panels() -> list[Check]:
     if torch.cuda.is_available():
         devices.append("cuda")
     checks = [Check("panels", "reference", "ok", f"runs on {', '.join(devices)}")]
-    if not registry.has_optimized():
-        checks.append(Check("panels", "optimized", "absent", "not part of this version"))
-    elif "cuda" not in devices:
+    if "cuda" not in devices:
         checks.append(Check("panels", "optimized", "absent", "needs a CUDA GPU"))
     else:
         checks.append(Check("panels", "optimized", "ok", "runs on cuda"))
@@ -162,7 +159,7 @@ def _components() -> list[Check]:
     """The default choice for each component, imported as a test."""
     import torch
 
-    panel = "optimized" if registry.has_optimized() and torch.cuda.is_available() else "reference"
+    panel = "optimized" if torch.cuda.is_available() else "reference"
     return [_component(name, choice, registry.load) for name, choice in registry.select(panel, {}).items()]
 
 
@@ -182,9 +179,7 @@ def _attention() -> list[Check]:
 
     names = [name for name in registry.choices("attention") if name not in registry.PANELS]
     refused = [
-        Check("attention", f"{component}={name}", "absent", needed)
-        for component, choices in registry.UNAVAILABLE.items()
-        for name, needed in choices.items()
+        Check("attention", choice, "absent", needed) for choice, needed in registry.UNAVAILABLE.items()
     ]
     if not torch.cuda.is_available():
         absent = [Check("attention", f"attention={name}", "absent", "needs a CUDA GPU") for name in names]
@@ -211,11 +206,11 @@ def _gpu_table() -> list[Check]:
     """The kernel choices measured on this GPU."""
     import torch
 
-    if not (registry.has_optimized() and torch.cuda.is_available()):
+    if not torch.cuda.is_available():
         return [Check("gpu table", "tiles of experts", "absent", "needs a CUDA GPU")]
     device = torch.device("cuda", 0)
-    is_used, found = importlib.import_module("diptych.optimized.kernels.moe.moe_tiles").describe(device)
-    linear = importlib.import_module("diptych.optimized.kernels.linear.linear_choice").describe(device)
+    is_used, found = registry.load_part("moe_tiles").describe(device)
+    linear = registry.load_part("linear_choice").describe(device)
     remedy = "" if is_used else "diptych tune --model MODEL"
     return [
         Check("gpu table", "tiles of experts", "ok" if is_used else "absent", found, remedy),

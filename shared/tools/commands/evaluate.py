@@ -79,7 +79,7 @@ def evaluate(
     import torch
 
     from diptych.shared.config import EngineConfig, ModelConfig
-    from diptych.shared.engine.build.assembly import load_tokenizer
+    from diptych.shared.engine.build.settings import load_tokenizer
     from diptych.shared.loading.model_path import ASSETS, resolve_model_path
     from diptych.shared.tools.conformance.whole_engine.formats import AccuracyCase, flags_of, measure
 

@@ -22,7 +22,7 @@ def quantize(
     compressed-tensors."""
     bench_run.check_folder(output)
 
-    from diptych.shared.engine.build.assembly import default_device
+    from diptych.shared.engine.build.settings import default_device
     from diptych.shared.loading.load_model import LoadingBar
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.loading.save_quantized import save_quantized

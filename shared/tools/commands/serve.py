@@ -64,7 +64,7 @@ def serve(
     import asyncio
 
     from diptych.shared.config import EngineConfig
-    from diptych.shared.engine.build.assembly import default_device, load_tokenizer
+    from diptych.shared.engine.build.settings import default_device, load_tokenizer
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.server.http.state import ServerSettings
 

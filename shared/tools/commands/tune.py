@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated
 
 import typer
 
+from diptych.shared import registry
 from diptych.shared.tools.commands.option_values import integers
 
 
@@ -40,5 +40,5 @@ def tune(
     models = [name.strip() for name in model.split(",")]
     configs = [ModelConfig.from_pretrained(resolve_model_path(name, "dummy")) for name in models]
     schemes = [ONLINE[name] for name in names]
-    path = importlib.import_module("diptych.optimized.tune.tune").tune(configs, all_tokens, schemes)
+    path = registry.load_part("tune").tune(configs, all_tokens, schemes)
     typer.echo(f"written: {path}")

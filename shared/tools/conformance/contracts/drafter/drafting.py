@@ -10,7 +10,8 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import Assembly, assemble, drafter_class
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.build.features.beside_model import drafter_class
 from diptych.shared.interfaces import Drafter
 from diptych.shared.scheduling.invariants import check_idle, check_invariants
 from diptych.shared.tools.conformance.clauses.case import Case, table

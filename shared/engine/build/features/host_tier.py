@@ -1,20 +1,30 @@
-"""The tiers of the prefix cache below the device: their sizes, and the keys of their pages."""
+"""The feature `hicache_tokens`: tiers of the prefix cache below the device, their sizes and the keys of their
+pages."""
 
 from __future__ import annotations
 
 import hashlib
-from importlib import import_module
 from pathlib import Path
 
 import psutil
 
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.features import Feature
 from diptych.shared.interfaces import Drafter, HostPool, TokenToKVPool
 from diptych.shared.scheduling.host_cache import HostCache, NextTier
 from diptych.shared.scheduling.pages import round_up_to_page
 
 MIN_PAGE_LEN = 16
 """The least number of tokens of a host page, because each page has a digest and a separate copy."""
+
+
+class HostTier(Feature):
+    """Copies of cached KV in CPU memory, and on disk."""
+
+    def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache:
+        pool_class = self.plan.component("host_pool")
+        return make_host_cache(self.plan.config, self.plan.folder, pool_class, kv_pool, drafter)
 
 
 def make_host_cache(
@@ -46,8 +56,7 @@ def make_host_cache(
         if config.panel != "reference":
             raise ValueError(f"hicache_dir works with panel=reference; the panel is {config.panel}")
         num_disk_pages = max(config.hicache_dir_tokens // page_len, 1)
-        disk = import_module("diptych.reference.tiers.disk_tier")
-        below = disk.DiskTier(config.hicache_dir, num_disk_pages, page_num_bytes)
+        below = registry.load_part("disk_tier").DiskTier(config.hicache_dir, num_disk_pages, page_num_bytes)
     seed = f"{model_digest(folder, config)} {kv_pool.dtype} {list(kv_pool.kv_scales)} {page_len}"
     return HostCache(pool_class(kv_pool, num_pages, page_len), seed, below)
 

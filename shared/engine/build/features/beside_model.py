@@ -1,0 +1,72 @@
+"""Features that put tensors beside the model's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation_flags import check_windows
+from diptych.shared.config.vision_config import read_vision_config
+from diptych.shared.engine.build.features import Feature
+from diptych.shared.engine.build.plan import Plan
+from diptych.shared.engine.requests.embedding import read_reward_head
+from diptych.shared.engine.requests.images import takes_images
+from diptych.shared.engine.requests.lora_adapters import LoraAdapters
+from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts
+from diptych.shared.parallel.agreement import AgreedDrafter
+
+
+class RewardHead(Feature):
+    """The head of a reward model, which gives scores and no tokens."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.head = read_reward_head(plan.folder, plan.model_config, plan.config.load_format == "dummy")
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        return {"reward_head": self.head}
+
+
+class Vision(Feature):
+    """The vision tower of a model that takes images."""
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        plan = self.plan
+        vision_config = read_vision_config(plan.folder)
+        if vision_config is None or not takes_images(plan.config):
+            return {}
+        load_vision = registry.load_part("vision").load_vision
+        size = plan.model_config.hidden_size
+        return {"vision": load_vision(plan.folder, vision_config, size, plan.device, plan.dtype)}
+
+
+class Lora(Feature):
+    """LoRA adapters: those of `lora_paths`, and a pool for those of the running requests."""
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        pool_class, models = self.plan.component("lora"), self.plan.selection["models"]
+        return {"lora": LoraAdapters.of_engine(self.plan.config, model, pool_class, models)}
+
+
+class Speculation(Feature):
+    """A drafter, whose tokens the model verifies."""
+
+    def check(self) -> None:
+        check_windows(self.plan.config, self.plan.model_config)
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        plan = self.plan
+        parts = DrafterParts(
+            model, plan.model_config, plan.component, plan.device, plan.dtype, plan.num_token_ids
+        )
+        drafter = drafter_class(plan.component("drafter"), plan.config)(plan.config, parts)
+        return {"drafter": drafter if plan.tp is None else AgreedDrafter(drafter, plan.tp)}
+
+
+def drafter_class(implementation: Any, config: EngineConfig) -> type[Drafter]:
+    """The drafter class: a panel's module has one per algorithm; a user-provided drafter is a class."""
+    if isinstance(implementation, type):
+        return implementation
+    chosen: type[Drafter] = implementation.drafter_class(config.speculative)
+    return chosen

@@ -1,0 +1,111 @@
+"""Features of engines that work together: ranks of one model, and replicas that share experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.build.features import Feature
+from diptych.shared.engine.build.plan import Plan
+from diptych.shared.interfaces import CausalLM, MoE, Sampler, Scheduler, SchedulerParts
+from diptych.shared.loading.load_model import manage_experts
+from diptych.shared.parallel.agreement import AgreedSampler
+from diptych.shared.parallel.dp_attention import PassDispatch, in_lockstep
+
+
+class Ranks(Feature):
+    """Several ranks of one model: all use the tokens of rank 0."""
+
+    def check(self) -> None:
+        assert self.plan.ranks is not None
+        check_parallel(self.plan.config, self.plan.selection)
+
+    def implementation(self, component: str, impl: Any) -> Any:
+        tp = self.plan.tp
+        if component != "sampler" or tp is None:
+            return impl
+
+        def agreed() -> Sampler:
+            return AgreedSampler(impl(), tp)
+
+        return agreed
+
+
+class Pipeline(Feature):
+    """Each rank has some of the layers; batches go from one to the next."""
+
+    def implementation(self, component: str, impl: Any) -> Any:
+        if component != "scheduler":
+            return impl
+        pipeline = registry.load_part("pipeline")
+
+        def scheduler(config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> Scheduler:
+            runner: Any = parts.model_runner
+            stage = pipeline.Stage(runner.model, runner.attention, parts.kv_pool, self.plan.ranks)
+            made: Scheduler = pipeline.PipelineScheduler(config, model_config, parts, stage)
+            return made
+
+        return scheduler
+
+
+class SharedExperts(Feature):
+    """Data-parallel attention: replicas that share the experts, and step together."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        assert plan.ranks is not None
+        self.dispatch = PassDispatch(plan.ranks, plan.config.ep)
+
+    def check(self) -> None:
+        check_dp_attention(self.plan.config, self.plan.model_config, self.plan.selection)
+
+    def implementation(self, component: str, impl: Any) -> Any:
+        return in_lockstep(impl, self.dispatch) if component == "model_runner" else impl
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.expert_parallel = self.dispatch
+        return {}
+
+
+class ExpertParallel(Feature):
+    """Each part of the ranks has some of the experts."""
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        plan = self.plan
+        assert plan.tp is not None
+        experts = manage_experts(
+            model, plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.tp
+        )
+        return {"experts": experts}
+
+
+def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
+    """Raise `ValueError` for settings that do not work with several ranks."""
+    device, collectives = str(config.device), selection["collectives"]
+    if device == "mps":
+        raise ValueError(f"tp={config.tp}, pp={config.pp} run on device=cpu or cuda; the device is mps")
+    if device != "cpu" and collectives == "reference" and config.tp > 1:
+        raise ValueError(
+            f"collectives=reference run over gloo on device=cpu, and the device is {device}; choose "
+            "panel=optimized or use collectives=optimized"
+        )
+    if config.pp > 1 and (config.panel != "reference" or config.use):
+        raise ValueError(
+            f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "
+            f"{dict(config.use)}; choose panel=reference"
+        )
+
+
+def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selection: Mapping[str, str]) -> None:
+    """Raise `ValueError` for settings that do not work with data-parallel attention."""
+    if model_config.moe is None:
+        raise ValueError(f"dp_attention shares experts, and {model_config.architecture} has none")
+    if str(config.device) != "cpu" or selection["models"] != "reference":
+        raise ValueError(
+            "dp_attention runs over gloo, on device=cpu with models=reference; these are "
+            f"{config.device} and {selection['models']}"
+        )

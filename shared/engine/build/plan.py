@@ -1,0 +1,102 @@
+"""What is decided before an engine takes memory: its resolved configuration, and the choice of components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.build.settings import dtype_of, load_tokenizer, resolve_config
+from diptych.shared.interfaces import Collectives
+from diptych.shared.loading.kv_scales import kv_cache_of
+from diptych.shared.loading.load_model import local_model_config
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.quantize import with_quantization
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types.attention import KVScales
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The facts from which all parts of an engine are made."""
+
+    config: EngineConfig  # resolved: no relevant field is None
+    folder: Path  # of the model's files
+    model_config: ModelConfig
+    selection: dict[str, str]  # component -> implementation
+    given: Mapping[str, Any]  # component -> the implementation in place of the registry's
+    tokenizer: Tokenizer | None
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    kv_dtype: torch.dtype  # of the KV pool
+    kv_scales: Sequence[KVScales] | None  # of all layers; None: 1
+    ranks: Collectives | None  # the group of this rank; None: it works alone
+
+    @property
+    def tp(self) -> Collectives | None:
+        """The group, if each of its ranks has a part of every layer and makes the same steps."""
+        is_other_group = self.config.pp > 1 or self.config.dp_attention
+        return None if is_other_group else self.ranks
+
+    @property
+    def group_device(self) -> torch.device:
+        """The device whose memory the group sends: pipelines send that of the CPU."""
+        return torch.device("cpu") if self.config.pp > 1 else self.device
+
+    @cached_property
+    def local_config(self) -> ModelConfig:
+        """The part of the model that this rank has."""
+        return local_model_config(self.model_config, self.config, self.ranks)
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids [0, num_token_ids) have a token; further rows of the head are padding."""
+        vocab_size = self.model_config.vocab_size
+        return vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.vocab_size)
+
+    def component(self, name: str) -> Any:
+        """The chosen implementation of a component, loaded now."""
+        return self.given.get(name) or registry.load(name, self.selection[name])
+
+
+def make_plan(
+    config: EngineConfig, given: Mapping[str, Any] | None = None, ranks: Collectives | None = None
+) -> Plan:
+    """Read the model's config and tokenizer, and choose components. Raises `ValueError`."""
+    folder = resolve_model_path(config.model, config.load_format)
+    model_config = with_quantization(ModelConfig.from_pretrained(folder), config.quantization)
+    config = resolve_config(config, model_config)
+    assert config.panel is not None
+    selection = registry.select(config.panel, config.use)
+    registry.check_device(selection, str(config.device))
+    if config.disable_radix_cache:
+        selection["radix_cache"] = selection["chunk_cache"]
+    given = {**_load_user_components(selection), **(given or {})}
+    tokenizer = load_tokenizer(config, folder)
+    device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
+    kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
+    return Plan(
+        config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales, ranks,
+    )  # fmt: skip
+
+
+def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
+    """Load user-provided components. Raises `ValueError` for one that does not implement its interface, with
+    the message of `diptych check`."""
+    theirs: dict[str, Any] = {}
+    for name, choice in selection.items():
+        if not registry.is_target(choice):
+            continue
+        from diptych.shared.engine.build.component_check import problem_with
+
+        theirs[name] = registry.load(name, choice)
+        problem = problem_with(name, theirs[name])
+        if problem is not None:
+            raise ValueError(f"{name}={choice}: {problem}")
+    return theirs
