@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from docs.generators.step_rows import Results, Rows, percent
 
 if TYPE_CHECKING:
-    from diptych.shared.config import ModelConfig
+    from diptych.shared.config import ModelConfig, read_config
 
 PARTS = {
     "attention": ("_decode_kernel", "_fp8_decode_kernel"),
@@ -108,10 +108,9 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
 
 
 def config_of(step: dict[str, Any]) -> ModelConfig:
-    from diptych.shared.config import ModelConfig
     from diptych.shared.loading.model_path import resolve_model_path
 
-    return ModelConfig.from_pretrained(resolve_model_path(step["model"], "dummy"))
+    return read_config(resolve_model_path(step["model"], "dummy"))
 
 
 def bandwidth(step: dict[str, Any]) -> float:

@@ -17,7 +17,7 @@ import torch
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
 from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
 from diptych.optimized.speculative.draft_beams import BeamSteps
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
 from diptych.shared.interfaces import drafter as interface
@@ -43,7 +43,7 @@ class StandaloneDrafter(interface.Drafter):
         self.context_len = config.context_len
         self.parts = parts
         folder = resolve_model_path(config.speculative_draft_model, config.load_format)
-        self.model_config = ModelConfig.from_pretrained(folder)
+        self.model_config = read_config(folder)
         check_draft_model_fits(self.model_config, config, parts.num_token_ids)
         self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
         self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from diptych.reference.speculative.draft_beams import BeamSteps
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
 from diptych.shared.interfaces import drafter as interface
 from diptych.shared.loading.kv_sizing import kv_bytes_per_token
@@ -29,7 +29,7 @@ class StandaloneDrafter(interface.Drafter):
         self.config = config
         self.parts = parts
         folder = resolve_model_path(config.speculative_draft_model, config.load_format)
-        self.model_config = ModelConfig.from_pretrained(folder)
+        self.model_config = read_config(folder)
         check_draft_model_fits(self.model_config, config, parts.num_token_ids)
         self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
         self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)

@@ -2,6 +2,9 @@
 
 from diptych.shared.config.draft import DraftConfig, DraftFormat
 from diptych.shared.config.engine import EngineConfig
+from diptych.shared.config.hf_config import parse_config, read_config
+from diptych.shared.config.hf_draft_config import parse_draft_config, read_draft_config
+from diptych.shared.config.hf_quantization import parse_quantization
 from diptych.shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from diptych.shared.config.quant_config import QuantConfig
 from diptych.shared.config.speculation_flags import draft_shape
@@ -16,4 +19,9 @@ __all__ = [
     "QuantConfig",
     "RopeConfig",
     "draft_shape",
+    "parse_config",
+    "parse_draft_config",
+    "parse_quantization",
+    "read_config",
+    "read_draft_config",
 ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from diptych.shared.config.model import ModelConfig
 
@@ -46,23 +44,3 @@ class DraftConfig:
     def target_hidden_size(self) -> int:
         """Width of the target's hidden states as given to the draft model."""
         return max(len(self.target_layers), 1) * self.target.hidden_size
-
-    @classmethod
-    def from_dict(
-        cls, hf_config: Mapping[str, Any], target: ModelConfig, draft_format: DraftFormat | None = None
-    ) -> DraftConfig:
-        """Read the contents of a draft model's config.json. What it leaves out is as in the target.
-        `draft_format`: None takes it from the name under "architectures", which many checkpoints give as the
-        plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
-        from diptych.shared.config.hf_draft_config import parse_draft_config
-
-        return parse_draft_config(hf_config, target, draft_format)
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, target: ModelConfig, draft_format: DraftFormat | None = None
-    ) -> DraftConfig:
-        """Like `from_dict`, from a folder's config.json."""
-        from diptych.shared.config.hf_draft_config import read_draft_config
-
-        return read_draft_config(Path(folder), target, draft_format)

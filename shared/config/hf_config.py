@@ -19,6 +19,7 @@ from diptych.shared.config.hf_deepseek import (
     parse_mla,
 )
 from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
+from diptych.shared.config.hf_quantization import parse_quantization
 from diptych.shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from diptych.shared.config.hf_windows import sliding_windows
 from diptych.shared.config.model import HiddenAct, ModelConfig, MoEConfig
@@ -28,7 +29,10 @@ HIDDEN_ACTS: dict[str, HiddenAct] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: str | Path) -> ModelConfig:
+    """The config of the model in a folder. A generation_config.json adds its end-of-sequence tokens. Raises
+    `ValueError` as `parse_config` does."""
+    folder = Path(folder)
     path = config_path(folder)
     config = parse_config(read_json(path), str(path))
     path = folder / "generation_config.json"
@@ -51,6 +55,8 @@ def config_path(folder: Path) -> Path:
 
 
 def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Read the contents of a config.json, as transformers 4 or 5 writes it. Whatever is missing, ill-typed or
+    unsupported raises `ValueError`: what was found, and what would do."""
     fields = Fields(*text_part(hf_config, where))
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
@@ -160,7 +166,7 @@ def _soft_cap(fields: Fields, key: str, default: float | None) -> float:
 
 def _quantization(fields: Fields) -> QuantConfig | None:
     key = "quantization_config"
-    return QuantConfig.from_dict(fields.values[key], fields.where) if key in fields else None
+    return parse_quantization(fields.values[key], fields.where) if key in fields else None
 
 
 def _dtype(fields: Fields) -> torch.dtype:

@@ -29,8 +29,11 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 NORMS_OF_LATER_HEADS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
-def read_draft_config(folder: Path, target: ModelConfig, draft_format: DraftFormat | None) -> DraftConfig:
-    path = config_path(folder)
+def read_draft_config(
+    folder: str | Path, target: ModelConfig, draft_format: DraftFormat | None = None
+) -> DraftConfig:
+    """`parse_draft_config` of a folder's config.json."""
+    path = config_path(Path(folder))
     return parse_draft_config(read_json(path), target, draft_format, str(path))
 
 
@@ -40,6 +43,9 @@ def parse_draft_config(
     draft_format: DraftFormat | None = None,
     where: str = "config.json",
 ) -> DraftConfig:
+    """Read the contents of a draft model's config.json. What it leaves out is as in the target.
+    `draft_format`: None takes it from the name under "architectures", which many checkpoints give as the
+    plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
     fields = Fields(hf_config, where)
     family, found = _family_and_format(fields)
     if draft_format is None:

@@ -15,7 +15,9 @@ from diptych.shared.types.quant_scheme import MXFP4_GROUP, QuantScheme
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 
-def parse_quantization(values: Mapping[str, Any], where: str) -> QuantConfig:
+def parse_quantization(values: Mapping[str, Any], where: str = "config.json") -> QuantConfig:
+    """Read the quantization_config of a config.json. Whatever is not supported raises `ValueError`: what was
+    found, and what is supported."""
     fields = Fields(values, f"{where}: quantization_config")
     wanted = f"one of {', '.join(_METHODS)}"
     method = fields.raw("quant_method", wanted)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -151,22 +149,6 @@ class ModelConfig:
             )
         if self.moe_layers and self.moe is None:
             raise ValueError(f"moe_layers names {len(self.moe_layers)} layers, but there is no MoE config")
-
-    @classmethod
-    def from_dict(cls, hf_config: Mapping[str, Any]) -> ModelConfig:
-        """Read the contents of a config.json, as transformers 4 or 5 writes it. Whatever is missing,
-        ill-typed or unsupported raises `ValueError`: what was found, and what would do."""
-        from diptych.shared.config.hf_config import parse_config
-
-        return parse_config(hf_config)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """Like `from_dict`, from a folder's config.json. A generation_config.json adds its end-of-sequence
-        tokens."""
-        from diptych.shared.config.hf_config import read_config
-
-        return read_config(Path(folder))
 
     @property
     def v_head_dim(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from diptych.shared.types.quant_scheme import QuantScheme
 
@@ -63,14 +62,6 @@ class QuantConfig:
         if method == "int4":
             scheme = replace(scheme, group_size=math.gcd(128, *sizes))
         return cls("online", ((ALL_LINEAR, scheme),))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> QuantConfig:
-        """Read the quantization_config of a config.json. Whatever is not supported raises `ValueError`: what
-        was found, and what is supported."""
-        from diptych.shared.config.hf_quantization import parse_quantization
-
-        return parse_quantization(values, where)
 
 
 def _matches(entry: str, name: str) -> bool:

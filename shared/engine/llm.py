@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.processes.start import start_engine
+from diptych.shared.engine.processes.start import start_assembly
 from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
 from diptych.shared.engine.requests.diffusion import check_diffusion
 from diptych.shared.engine.requests.embedding import (
@@ -56,7 +56,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
-        assembly = start_engine((config or EngineConfig()).updated(**flags))
+        assembly = start_assembly((config or EngineConfig()).updated(**flags))
         self.config = assembly.config
         self.model_config = assembly.model_config
         self.tokenizer = assembly.tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.config.hf_config import read_json
 from diptych.shared.loading.weights import Weights, iterate_weights
 
@@ -54,7 +54,7 @@ def write_gguf(
         import gguf
     except ImportError:
         raise ImportError("a GGUF file needs the package gguf: pip install 'diptych[gguf]'") from None
-    config = ModelConfig.from_pretrained(source)
+    config = read_config(source)
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:
         raise ValueError(f"no GGUF of {config.architecture}; there are {', '.join(ARCHITECTURES)}")

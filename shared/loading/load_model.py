@@ -13,7 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from diptych.shared import registry
-from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
+from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig, read_draft_config
 from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
@@ -158,7 +158,7 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     folder = resolve_model_path(config.speculative_draft_model, config.load_format)
     if config.load_format != "dummy":
         refuse_language_model(folder, config.speculative, config.speculative_draft_model)
-    draft_config = DraftConfig.from_pretrained(folder, parts.model_config, config.speculative)
+    draft_config = read_draft_config(folder, parts.model_config, config.speculative)
     if config.load_format == "dummy":
         weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)
     else:

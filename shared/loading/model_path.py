@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from diptych.shared.loading.safetensors_file import CHECKPOINT_FILES
+
 ASSETS = Path(__file__).parents[1] / "assets"
 QUANTIZED = re.compile(r"(.+)-(fp8|int8|int4)")
 """A built-in model with quantized weights: tiny-dense-int4."""
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
 def builtin_models() -> list[str]:
@@ -63,7 +64,7 @@ def _download(model_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=WANTED_FILES))
+        return Path(snapshot_download(model_id, allow_patterns=CHECKPOINT_FILES))
     except Exception as error:  # the hub's errors have no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no folder {model_id!r} here, and Hugging Face did not give it: {reason}") from None

@@ -15,6 +15,7 @@ QUANTIZED_DTYPES = ("F8_E4M3", "I8", "U8", "I32", "I64")  # of quantized weights
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1} | dict.fromkeys(
     ("F8_E4M3", "I8", "U8"), 1
 )
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_NAME = 255  # bytes; of what file systems take
 

@@ -17,12 +17,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diptych.shared.config import ModelConfig, QuantConfig
+from diptych.shared.config import ModelConfig, QuantConfig, read_config
 from diptych.shared.config.hf_config import read_json
-from diptych.shared.loading.model_path import WANTED_FILES
 from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.loading.quantized_weights import quantized_layers
-from diptych.shared.loading.safetensors_file import INDEX_FILE, SINGLE_FILE, read_checkpoint
+from diptych.shared.loading.safetensors_file import CHECKPOINT_FILES, INDEX_FILE, SINGLE_FILE, read_checkpoint
 from diptych.shared.loading.weight_names import is_harmless
 from diptych.shared.loading.weights import HEAD, Weights, iterate_weights
 from diptych.shared.types.quant_scheme import QuantScheme
@@ -51,12 +50,12 @@ def save_quantized(
         raise ValueError(f"no format {method!r} of a checkpoint; there are {', '.join(SCHEMES)}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists and is not empty; name a new folder")
-    config = with_quantization(ModelConfig.from_pretrained(source), method)
+    config = with_quantization(read_config(source), method)
     assert config.quantization is not None
     weights = _stored(iterate_weights(source, config, on_progress, device=device), config)
     output.mkdir(parents=True, exist_ok=True)
     _write_files(weights, _kept(source, config), output)
-    for pattern in WANTED_FILES:
+    for pattern in CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name not in (INDEX_FILE, "config.json"):
                 shutil.copyfile(file, output / file.name)

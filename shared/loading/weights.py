@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.interfaces.layers import MergedLinear
 from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.interfaces.quantized_experts import QuantizedExperts
@@ -70,7 +70,7 @@ def iterate_weights(
     """
     folder = Path(folder)
     if config is None:
-        config = ModelConfig.from_pretrained(folder)
+        config = read_config(folder)
     quantization = config.quantization
     if quantization is not None and quantization.storage == "online":
         whole = iterate_weights(folder, replace(config, quantization=None), on_progress)

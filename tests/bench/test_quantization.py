@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.tools.bench.step_cost import step_cost
@@ -40,7 +40,7 @@ def test_an_unknown_scheme_is_named(command: list[str]) -> None:
 
 
 def test_the_bound_counts_the_bytes_of_quantized_weights() -> None:
-    config = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
+    config = read_config(ASSETS / "tiny-dense")
     plain = step_cost(config, [100], [1], torch.bfloat16)
     fp8 = step_cost(with_quantization(config, "fp8"), [100], [1], torch.bfloat16)
     head = {phase.name: phase.num_bytes for phase in plain.phases}["lm_head"]

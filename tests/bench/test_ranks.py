@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.model_path import ASSETS
@@ -64,7 +64,7 @@ def test_steps_and_rounds_of_two_ranks() -> None:
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / name)
+    return read_config(ASSETS / "configs" / name)
 
 
 def test_a_rank_reads_its_part() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench import peers
 from diptych.shared.tools.bench.peers import CEILINGS, ROWS
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / name)
+    return read_config(ASSETS / "configs" / name)
 
 
 def requests(*lens: tuple[int, int]) -> list[Request]:

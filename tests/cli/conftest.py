@@ -26,7 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
         llm.flags = flags  # type: ignore[attr-defined]
         return llm
 
-    monkeypatch.setattr(launch, "start_engine", start)
+    monkeypatch.setattr(launch, "start_llm", start)
     return llm
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
 
@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / name)
+    return read_config(ASSETS / "configs" / name)
 
 
 def decode(name: str, batch_size: int, context_len: int, **more: float) -> StepCost:

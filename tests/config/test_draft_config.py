@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import (
+    ModelConfig,
+    parse_config,
+    parse_draft_config,
+    read_config,
+    read_draft_config,
+)
 from diptych.shared.loading.model_path import ASSETS
 
 EAGLE = {  # like the heads of EAGLE's authors: the plain family's name
@@ -42,11 +48,11 @@ EAGLE3 = {
 
 @pytest.fixture(scope="module")
 def target() -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / "Llama-3.1-8B")
+    return read_config(ASSETS / "configs" / "Llama-3.1-8B")
 
 
 def test_eagle3(target: ModelConfig) -> None:
-    config = DraftConfig.from_dict(EAGLE3, target)
+    config = parse_draft_config(EAGLE3, target)
     assert config.draft_format == "eagle3"
     assert config.model.architecture == "LlamaForCausalLMEagle3"
     assert (config.model.vocab_size, config.target.vocab_size) == (32000, 128256)
@@ -62,13 +68,13 @@ def test_eagle3(target: ModelConfig) -> None:
 
 def test_layers_named_by_the_file_count_outputs(target: ModelConfig) -> None:
     hf_config = {**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 15, 31]}}
-    assert DraftConfig.from_dict(hf_config, target).target_layers == (1, 16, 32)
+    assert parse_draft_config(hf_config, target).target_layers == (1, 16, 32)
 
 
 def test_eagle_is_distinguished_from_a_plain_model(target: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"'LlamaForCausalLM'.* name one of eagle, eagle3, nextn"):
-        DraftConfig.from_dict(EAGLE, target)
-    config = DraftConfig.from_dict(EAGLE, target, "eagle")
+        parse_draft_config(EAGLE, target)
+    config = parse_draft_config(EAGLE, target, "eagle")
     assert (config.draft_format, config.target_layers, config.target_hidden_size) == ("eagle", (), 4096)
     # The file has nothing about RoPE: it is the target's, scaling and all.
     assert config.model.rope == target.rope
@@ -76,8 +82,8 @@ def test_eagle_is_distinguished_from_a_plain_model(target: ModelConfig) -> None:
 
 
 def test_what_is_left_out_is_as_in_the_target() -> None:
-    target = ModelConfig.from_pretrained(ASSETS / "configs" / "Qwen3-8B")
-    config = DraftConfig.from_dict({"architectures": ["LlamaForCausalLMEagle"]}, target)
+    target = read_config(ASSETS / "configs" / "Qwen3-8B")
+    config = parse_draft_config({"architectures": ["LlamaForCausalLMEagle"]}, target)
     model = config.model
     for name in (
         "hidden_size",
@@ -92,16 +98,14 @@ def test_what_is_left_out_is_as_in_the_target() -> None:
     assert model.num_hidden_layers == 1
     assert not model.qk_norm
     # With heads of its own, what goes with them is the family's, not the target's.
-    own = DraftConfig.from_dict(
-        {"architectures": ["LlamaForCausalLMEagle"], "num_attention_heads": 16}, target
-    )
+    own = parse_draft_config({"architectures": ["LlamaForCausalLMEagle"], "num_attention_heads": 16}, target)
     assert (own.model.num_kv_heads, own.model.head_dim) == (16, 4096 // 16)
 
 
 def test_nextn_takes_the_config_of_its_target() -> None:
     hf_config = json.loads((ASSETS / "configs" / "Qwen3-8B" / "config.json").read_text())
-    target = ModelConfig.from_dict(hf_config)
-    config = DraftConfig.from_dict({**hf_config, "architectures": ["Qwen3ForCausalLMNextN"]}, target)
+    target = parse_config(hf_config)
+    config = parse_draft_config({**hf_config, "architectures": ["Qwen3ForCausalLMNextN"]}, target)
     assert config.draft_format == "nextn"
     assert config.model.num_hidden_layers == 1
     assert config.model.qk_norm
@@ -141,55 +145,55 @@ def test_nextn_takes_the_config_of_its_target() -> None:
 )
 def test_what_does_not_fit_is_named(target: ModelConfig, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DraftConfig.from_dict({**EAGLE3, **changes}, target)
+        parse_draft_config({**EAGLE3, **changes}, target)
 
 
 def test_a_format_must_not_contradict_the_name(target: ModelConfig) -> None:
     with pytest.raises(ValueError, match="is a draft model of format eagle3, not nextn"):
-        DraftConfig.from_dict(EAGLE3, target, "nextn")
-    assert DraftConfig.from_dict(EAGLE3, target, "eagle3") == DraftConfig.from_dict(EAGLE3, target)
+        parse_draft_config(EAGLE3, target, "nextn")
+    assert parse_draft_config(EAGLE3, target, "eagle3") == parse_draft_config(EAGLE3, target)
 
 
 def test_another_vocabulary_is_eagle3s_alone(target: ModelConfig) -> None:
     with pytest.raises(ValueError, match="vocab_size is 32000, the target's 128256"):
-        DraftConfig.from_dict({**EAGLE, "vocab_size": 32000}, target, "eagle")
+        parse_draft_config({**EAGLE, "vocab_size": 32000}, target, "eagle")
 
 
 def test_a_small_target_has_no_usual_layers() -> None:
-    target = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
-    assert DraftConfig.from_dict({"architectures": ["LlamaForCausalLMEagle3"]}, target).target_layers == (
+    target = read_config(ASSETS / "tiny-dense")
+    assert parse_draft_config({"architectures": ["LlamaForCausalLMEagle3"]}, target).target_layers == (
         2,
         3,
         3,
     )
     smaller = replace(target, num_hidden_layers=3, sliding_windows=())
     with pytest.raises(ValueError, match="a target of 3 layers has none of the usual ones"):
-        DraftConfig.from_dict({"architectures": ["LlamaForCausalLMEagle3"]}, smaller)
+        parse_draft_config({"architectures": ["LlamaForCausalLMEagle3"]}, smaller)
 
 
 def test_files(target: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        DraftConfig.from_pretrained(tmp_path, target)
+        read_draft_config(tmp_path, target)
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3))
-    assert DraftConfig.from_pretrained(tmp_path, target) == DraftConfig.from_dict(EAGLE3, target)
+    assert read_draft_config(tmp_path, target) == parse_draft_config(EAGLE3, target)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        DraftConfig.from_pretrained(tmp_path, target)
+        read_draft_config(tmp_path, target)
 
 
 def test_whether_the_residual_stream_is_normed(target: ModelConfig) -> None:
     for value in (True, False):
-        config = DraftConfig.from_dict({**EAGLE3, "norm_before_residual": value}, target)
+        config = parse_draft_config({**EAGLE3, "norm_before_residual": value}, target)
         assert config.norm_before_residual is value
-    assert not DraftConfig.from_dict(EAGLE3, target).norm_before_residual
+    assert not parse_draft_config(EAGLE3, target).norm_before_residual
 
 
 @pytest.mark.parametrize(
     ("name", "draft_format"), [("Eagle3LlamaForCausalLM", "eagle3"), ("EagleLlamaForCausalLM", "eagle")]
 )
 def test_names_with_the_format_in_front(target: ModelConfig, name: str, draft_format: str) -> None:
-    config = DraftConfig.from_dict({**EAGLE3, "architectures": [name]}, target)
+    config = parse_draft_config({**EAGLE3, "architectures": [name]}, target)
     assert config.draft_format == draft_format
     same = "LlamaForCausalLMEagle3" if draft_format == "eagle3" else "LlamaForCausalLMEagle"
-    assert config == DraftConfig.from_dict({**EAGLE3, "architectures": [same]}, target)
-    assert DraftConfig.from_dict({**EAGLE3, "target_hidden_size": 4096}, target)
+    assert config == parse_draft_config({**EAGLE3, "architectures": [same]}, target)
+    assert parse_draft_config({**EAGLE3, "target_hidden_size": 4096}, target)

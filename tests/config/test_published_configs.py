@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, QuantConfig, RopeConfig
+from diptych.shared.config import (
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    QuantConfig,
+    RopeConfig,
+    read_config,
+    read_draft_config,
+)
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types.quant_scheme import QuantScheme
 
@@ -241,7 +249,7 @@ NUM_PARAMETERS = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_published_configs(name: str) -> None:
-    assert ModelConfig.from_pretrained(PUBLISHED / name) == EXPECTED[name]
+    assert read_config(PUBLISHED / name) == EXPECTED[name]
 
 
 def test_every_published_config_is_known() -> None:
@@ -252,7 +260,7 @@ def test_every_published_config_is_known() -> None:
 def test_shapes_of_draft_models_fit_their_targets(name: str) -> None:
     """Heads as they are published: one layer of the target's shape, over a part of its vocabulary."""
     target, vocab_size, layers = DRAFT_MODELS[name]
-    config = DraftConfig.from_pretrained(PUBLISHED / name, EXPECTED[target])
+    config = read_draft_config(PUBLISHED / name, EXPECTED[target])
     assert config.draft_format == "eagle3"
     assert config.model.vocab_size == vocab_size
     assert config.target_layers == layers
@@ -263,5 +271,5 @@ def test_shapes_of_draft_models_fit_their_targets(name: str) -> None:
 
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_shapes_add_up_to_the_published_number_of_parameters(name: str) -> None:
-    shapes = expected_shapes(ModelConfig.from_pretrained(PUBLISHED / name))
+    shapes = expected_shapes(read_config(PUBLISHED / name))
     assert sum(prod(shape) for shape in shapes.values()) == NUM_PARAMETERS[name]

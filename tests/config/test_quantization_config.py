@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych.shared.config import QuantConfig
+from diptych.shared.config import parse_quantization
 from diptych.shared.types.quant_scheme import QuantScheme
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -74,14 +74,14 @@ TORCHAO = {
     ],
 )
 def test_schemes(values: dict[str, Any], storage: str, scheme: QuantScheme) -> None:
-    config = QuantConfig.from_dict(values)
+    config = parse_quantization(values)
     assert (config.storage, config.scheme_of(Q_PROJ)) == (storage, scheme)
 
 
 def test_targets_and_ignored_names() -> None:
     values = group(FP8, TOKEN) | {"ignore": ["lm_head", "re:.*down_proj"]}
     values["config_groups"]["group_1"] = {"targets": [f"re:.*{Q_PROJ[-6:]}"], "weights": INT4}
-    config = QuantConfig.from_dict(values)
+    config = parse_quantization(values)
     assert config.scheme_of(Q_PROJ) == QuantScheme("int4", group_size=128, symmetric=False)
     assert config.scheme_of("model.layers.0.mlp.up_proj") == QuantScheme("fp8", inputs="token")
     assert config.scheme_of("model.layers.0.mlp.down_proj") is None
@@ -113,4 +113,4 @@ def test_targets_and_ignored_names() -> None:
 )  # fmt: skip
 def test_what_is_not_supported_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        QuantConfig.from_dict(values)
+        parse_quantization(values)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.build.pools import print_memory
 from diptych.shared.engine.build.settings import resolve_config
 from diptych.shared.loading.model_path import ASSETS
 
-MODEL = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
+MODEL = read_config(ASSETS / "tiny-dense")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from diptych.reference.speculative.eagle import EagleDrafter
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.draft_weights import dummy_draft_weights
 from diptych.shared.loading.model_path import ASSETS
@@ -39,7 +39,7 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A format, and a folder with a draft model of random weights."""
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "config.json").write_text(json.dumps(HEADS[request.param]))
-    config = DraftConfig.from_pretrained(folder, ModelConfig.from_pretrained(TARGET))
+    config = read_draft_config(folder, read_config(TARGET))
     save_file(dict(dummy_draft_weights(config)), folder / "model.safetensors")
     return request.param, folder
 

@@ -38,11 +38,11 @@ def test_which_start(
     flags: dict[str, Any], expected: str, is_launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in STARTS:
-        monkeypatch.setattr(module, name, lambda config, name=name: name)
+        monkeypatch.setattr(module, name, lambda *_, name=name: name)
     monkeypatch.setattr(launcher, "is_launched", lambda: is_launched)
     if is_launched and expected == "assemble_ranks":
         expected = "assemble_launched"
-    assert start.start_engine(EngineConfig(**flags)) == expected
+    assert start.start_assembly(EngineConfig(**flags)) == expected
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from diptych.optimized.kernels.moe.moe_permute import (
 from diptych.optimized.kernels.moe.moe_tiles import GemvTile, Shape
 from diptych.optimized.quantized.quantized_moe import QuantizedExperts
 from diptych.optimized.sampler import Sampler
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
@@ -389,7 +389,7 @@ def _launches() -> dict[str, Launch]:
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 MODELS = {
-    path.parent.name: ModelConfig.from_pretrained(path.parent)
+    path.parent.name: read_config(path.parent)
     for path in sorted(ASSETS.glob("**/config.json"))
     if "eagle3" not in path.parent.name
 }

@@ -19,7 +19,7 @@ from diptych.optimized.kernels.linear.quantized_tiles import Tile
 from diptych.optimized.kernels.moe import moe_tiles
 from diptych.optimized.kernels.portable import Gpu
 from diptych.optimized.tune import linear_tune, moe_tune, quantized_tune, tune
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.types.quant_scheme import QuantScheme
@@ -87,7 +87,7 @@ def test_experts_without_a_table_follow_the_rule(folder: Path) -> None:
 
 
 def config(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(resolve_model_path(name, "dummy"))
+    return read_config(resolve_model_path(name, "dummy"))
 
 
 def test_tune_keeps_what_it_does_not_measure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
 from diptych.shared.tools.conformance.clauses.device import building
 
@@ -33,7 +33,7 @@ class HostPeak(threading.Thread):
 
 
 def main(folder: str, load_format: str, device: str) -> None:
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     layers, moe = registry.load("layers", "optimized"), registry.load("moe", "reference")
     model_class = registry.load("models", "optimized").model_class(config.architecture)
     # The library's own first allocations, as a kernel's and a copy's, are no model's.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych import LLM
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.loading.kv_scales import kv_cache_of, read_kv_scales
 from diptych.shared.loading.model_path import ASSETS
@@ -32,7 +32,7 @@ def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tup
     for name, value in scales.items():
         tensors[f"model.layers.{name}"] = torch.as_tensor(value, dtype=torch.float32)
     save_file(tensors, path, {"format": "pt"})
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     if scheme is not None:
         values = json.loads((folder / "config.json").read_text())
         values["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
@@ -42,7 +42,7 @@ def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tup
 
 def all_layers(**by_end: float) -> dict[str, Any]:
     """Scales that differ in each layer."""
-    num_layers = ModelConfig.from_pretrained(ASSETS / "tiny-dense").num_hidden_layers
+    num_layers = read_config(ASSETS / "tiny-dense").num_hidden_layers
     return {
         f"{layer_id}.self_attn.{end.replace('__', '.')}": [value * (layer_id + 1)]
         for layer_id in range(num_layers)
@@ -73,7 +73,7 @@ def test_one_scale_for_both(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_scales() -> None:
     folder = ASSETS / "tiny-dense"
-    assert read_kv_scales(folder, ModelConfig.from_pretrained(folder)) is None
+    assert read_kv_scales(folder, read_config(folder)) is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
 def test_latent_rows_have_one_scale(tmp_path: Path) -> None:
     """That of K: V is part of the row."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-v3"]))
-    config = ModelConfig.from_pretrained(tmp_path)
+    config = read_config(tmp_path)
     scales = {
         f"model.layers.{i}.self_attn.{which}_scale": torch.tensor([0.5 + i + (which == "v")])
         for i in range(config.num_hidden_layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.loading.kv_sizing import (
     GIB,
     MAX_CPU_TOKENS,
@@ -18,7 +18,7 @@ from diptych.shared.loading.model_path import ASSETS
 
 @pytest.fixture
 def qwen3_8b() -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / "Qwen3-8B")
+    return read_config(ASSETS / "configs" / "Qwen3-8B")
 
 
 def gpu_tokens(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import parse_config
 from diptych.shared.loading.weights import dummy_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
@@ -52,7 +52,7 @@ def write_checkpoint(folder: Path, hf_config: dict[str, Any], shard_bytes: int) 
         weight_map.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name, tensor in dummy_weights(ModelConfig.from_dict(hf_config), device="cuda"):
+    for name, tensor in dummy_weights(parse_config(hf_config), device="cuda"):
         num_bytes = tensor.numel() * tensor.itemsize
         if shard and size + num_bytes > shard_bytes:
             write()

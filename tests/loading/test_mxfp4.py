@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych import LLM
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import parse_config, read_config
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.loading.shards import Shards
@@ -39,7 +39,7 @@ def make_checkpoints(folder: Path) -> tuple[Path, Path]:
 
     source = ASSETS / "tiny-moe"
     values = json.loads((source / "config.json").read_text())
-    config = ModelConfig.from_dict(values)
+    config = parse_config(values)
     assert config.moe is not None
     num_experts, hidden, inter = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
     tensors = {n: t for n, t in load_file(source / "model.safetensors").items() if ".experts." not in n}
@@ -94,7 +94,7 @@ def test_values_are_those_of_transformers(checkpoints: tuple[Path, Path]) -> Non
 
 
 def test_a_rank_reads_its_part(checkpoints: tuple[Path, Path]) -> None:
-    config = ModelConfig.from_pretrained(checkpoints[0])
+    config = read_config(checkpoints[0])
     assert config.moe is not None
     experts = in_order(len(config.moe_layers), config.moe.num_experts, config.moe.num_experts)
     for rank in range(2):
@@ -105,7 +105,7 @@ def test_a_rank_reads_its_part(checkpoints: tuple[Path, Path]) -> None:
 
 
 def test_a_cut_group_is_refused(checkpoints: tuple[Path, Path]) -> None:
-    shards = Shards(ModelConfig.from_pretrained(checkpoints[0]), 0, 2)
+    shards = Shards(read_config(checkpoints[0]), 0, 2)
     with pytest.raises(ValueError, match=r"down_proj is cut into 2 parts of 48 inputs, which cuts a group"):
         expert_weights(checkpoints[0], shards)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading import save_quantized as module
 from diptych.shared.loading.model_path import resolve_model_path
@@ -75,7 +75,7 @@ def test_others_understand_the_description(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     read = QuantizationConfig.model_validate(written).config_groups["group_0"].weights
     assert (read.num_bits, read.group_size) == (4, 32)
-    config = ModelConfig.from_pretrained(tmp_path / "out").quantization
+    config = read_config(tmp_path / "out").quantization
     assert config is not None
     assert config.scheme_of("model.layers.0.mlp.gate") is None, "a router"
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.config.families import FUSED
 from diptych.shared.loading import weights as weights_module
 from diptych.shared.loading.load_model import MIN_BYTES, LoadingBar
@@ -23,7 +23,7 @@ MOE = "qwen3-moe"
 
 
 def save(folder: Path, name: str = MOE, weights: dict[str, torch.Tensor] | None = None) -> ModelConfig:
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     save_file(weights or dict(dummy_weights(config)), folder / "model.safetensors")
     return config
@@ -31,7 +31,7 @@ def save(folder: Path, name: str = MOE, weights: dict[str, torch.Tensor] | None 
 
 def save_sharded(folder: Path, num_shards: int = 3) -> dict[str, str]:
     """Returns the weight map."""
-    config = ModelConfig.from_dict(CONFIGS[MOE])
+    config = parse_config(CONFIGS[MOE])
     (folder / "config.json").write_text(json.dumps(CONFIGS[MOE]))
     weights = dict(dummy_weights(config))
     names = list(weights)
@@ -56,7 +56,7 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_round_trip_with_progress(tmp_path: Path, sharded: bool) -> None:
-    config = ModelConfig.from_dict(CONFIGS[MOE])
+    config = parse_config(CONFIGS[MOE])
     if sharded:
         save_sharded(tmp_path)
     else:
@@ -76,7 +76,7 @@ def test_round_trip_with_progress(tmp_path: Path, sharded: bool) -> None:
 def test_what_transformers_saves_has_the_expected_names(name: str, tmp_path: Path) -> None:
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(CONFIGS[name])))
     AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path)
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     found = {name: tuple(tensor.shape) for name, tensor in iterate_weights(tmp_path, config)}
     assert found == expected_shapes(config)
 
@@ -91,7 +91,7 @@ def test_transformers_shards_are_read(tmp_path: Path) -> None:
 
 
 def test_mixtral_names_of_published_checkpoints(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(CONFIGS["mixtral"])
+    config = parse_config(CONFIGS["mixtral"])
     expected = dict(dummy_weights(config))
     words = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", ".mlp.": ".block_sparse_moe."}
     published = {}
@@ -106,7 +106,7 @@ def test_mixtral_names_of_published_checkpoints(tmp_path: Path) -> None:
 
 
 def test_packed_experts(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(CONFIGS[MOE])
+    config = parse_config(CONFIGS[MOE])
     expected = dict(dummy_weights(config))
     packed = {name: tensor for name, tensor in expected.items() if ".experts." not in name}
     experts = [
@@ -126,7 +126,7 @@ def test_packed_experts(tmp_path: Path) -> None:
 
 def test_fused_layers(tmp_path: Path) -> None:
     """Grouped queries: q has more rows than k and v. Rows that are too many are those of the last part."""
-    config = ModelConfig.from_dict(CONFIGS["phi3"])
+    config = parse_config(CONFIGS["phi3"])
     expected = dict(dummy_weights(config))
     fused = {name: tensor for name, tensor in expected.items() if "_proj" not in name}
     for layer in (f"model.layers.{i}" for i in range(3)):
@@ -150,7 +150,7 @@ def test_fused_layers(tmp_path: Path) -> None:
 
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
-    tied = dict(dummy_weights(ModelConfig.from_dict(CONFIGS["llama-llama3"])))
+    tied = dict(dummy_weights(parse_config(CONFIGS["llama-llama3"])))
     extras = {
         "lm_head.weight": tied["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((10,), torch.nan),
@@ -164,7 +164,7 @@ def test_a_tied_head_that_is_no_copy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """The checkpoint does not say which of the two the model was trained with."""
-    tied = dict(dummy_weights(ModelConfig.from_dict(CONFIGS["llama-llama3"])))
+    tied = dict(dummy_weights(parse_config(CONFIGS["llama-llama3"])))
     embedding = tied["model.embed_tokens.weight"]
     monkeypatch.setattr(weights_module, "PIECE_BYTES", rows * embedding.shape[1] * embedding.itemsize)
     other = embedding.clone()
@@ -179,7 +179,7 @@ def test_a_tied_head_that_is_no_copy_is_refused(
 
 def test_checks_come_before_the_first_tensor(tmp_path: Path) -> None:
     """An error at the call: a caller need not have made the model yet."""
-    weights = dict(dummy_weights(ModelConfig.from_dict(CONFIGS[MOE])))
+    weights = dict(dummy_weights(parse_config(CONFIGS[MOE])))
     del weights[NORM]
     save(tmp_path, MOE, weights)
     with pytest.raises(ValueError, match=r"1 missing: model\.norm\.weight"):
@@ -187,7 +187,7 @@ def test_checks_come_before_the_first_tensor(tmp_path: Path) -> None:
 
 
 def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
-    weights = dict(dummy_weights(ModelConfig.from_dict(CONFIGS[MOE])))
+    weights = dict(dummy_weights(parse_config(CONFIGS[MOE])))
     for layer_id in range(4):
         del weights[f"model.layers.{layer_id}.self_attn.q_norm.weight"]
     weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
@@ -247,7 +247,7 @@ def test_offsets_that_overlap_are_found_when_the_file_is_opened(tmp_path: Path) 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nan_and_infinity_are_counted(tmp_path: Path, bad: float, dtype: torch.dtype) -> None:
-    weights = {name: w.to(dtype) for name, w in dummy_weights(ModelConfig.from_dict(CONFIGS[MOE]))}
+    weights = {name: w.to(dtype) for name, w in dummy_weights(parse_config(CONFIGS[MOE]))}
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     weights[name][2, 5] = weights[name][4, 0] = bad
     config = save(tmp_path, MOE, weights)
@@ -258,14 +258,14 @@ def test_nan_and_infinity_are_counted(tmp_path: Path, bad: float, dtype: torch.d
 
 def test_large_finite_weights_pass(tmp_path: Path) -> None:
     """Their sum overflows, they do not."""
-    weights = dict(dummy_weights(ModelConfig.from_dict(CONFIGS[MOE])))
+    weights = dict(dummy_weights(parse_config(CONFIGS[MOE])))
     weights[NORM] = torch.full_like(weights[NORM], 3e38)
     save(tmp_path, MOE, weights)
     assert torch.equal(dict(iterate_weights(tmp_path))[NORM], weights[NORM])
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(CONFIGS[MOE])
+    config = parse_config(CONFIGS[MOE])
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         iterate_weights(tmp_path / "nowhere", config)
     with pytest.raises(ValueError, match=r"no weights at all; weights must be model\.safetensors"):
@@ -318,11 +318,11 @@ def test_an_index_of_another_checkpoint(tmp_path: Path) -> None:
 def test_an_index_that_is_none(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        iterate_weights(tmp_path, ModelConfig.from_dict(CONFIGS[MOE]))
+        iterate_weights(tmp_path, parse_config(CONFIGS[MOE]))
 
 
 def test_dummy_weights_depend_on_seed_and_name_only() -> None:
-    config = ModelConfig.from_dict(CONFIGS["llama-biases"])
+    config = parse_config(CONFIGS["llama-biases"])
     torch.manual_seed(1)
     weights = dict(dummy_weights(config, seed=5))
     torch.manual_seed(2)
@@ -337,7 +337,7 @@ def test_dummy_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_dummy_weights_keep_activations_of_one_size() -> None:
-    config = ModelConfig.from_dict(CONFIGS["llama-biases"])
+    config = parse_config(CONFIGS["llama-biases"])
     for name, tensor in dummy_weights(config):
         std, mean = float(tensor.std()), float(tensor.mean())
         # Of n values, the mean is off by std / sqrt(n), the spread by 1 / sqrt(2n) of itself: 5 sigmas.
@@ -348,7 +348,7 @@ def test_dummy_weights_keep_activations_of_one_size() -> None:
 
 
 def test_dummy_weights_have_the_dtype_of_the_checkpoint() -> None:
-    config = replace(ModelConfig.from_dict(CONFIGS[MOE]), dtype=torch.bfloat16)
+    config = replace(parse_config(CONFIGS[MOE]), dtype=torch.bfloat16)
     assert {tensor.dtype for _, tensor in dummy_weights(config)} == {torch.bfloat16}
 
 

@@ -16,7 +16,7 @@ from diptych.optimized.graphs.token_buffers import (
     captured_token_counts,
     flops_per_token,
 )
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench.step import step_of
@@ -32,7 +32,7 @@ from .fake_graphs import FakeGraphs, FakeGraphsRunner
 
 
 def shape(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(ASSETS / "configs" / name)
+    return read_config(ASSETS / "configs" / name)
 
 
 @pytest.mark.parametrize(

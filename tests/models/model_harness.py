@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import diptych.reference.layers
 from diptych.reference.models import model_class
 from diptych.reference.moe import MoE
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
@@ -49,7 +49,7 @@ def random_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel
 def load_saved(hf_model: PreTrainedModel, folder: Path) -> CausalLM:
     """Through the files that transformers writes."""
     hf_model.save_pretrained(folder)
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     model = build_model(config)
     model.load_weights(iterate_weights(folder, config))
     return model

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import diptych.reference.models
 import diptych.reference.speculative.draft_models
-from diptych.shared.config import DraftConfig
+from diptych.shared.config import read_draft_config
 from diptych.shared.interfaces import CausalLM, DraftModel
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.loading.safetensors_file import read_checkpoint
@@ -129,7 +129,7 @@ def load(head: Head, folder: Path, weights: Weights, target: CausalLM) -> DraftM
     """Through the files of a checkpoint."""
     (folder / "config.json").write_text(json.dumps(HEADS[head.head][1]))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    config = DraftConfig.from_pretrained(folder, head.target_config)
+    config = read_draft_config(folder, head.target_config)
     draft = new_draft(diptych.reference.speculative.draft_models, config)
     draft.load_weights(iterate_draft_weights(folder))
     draft.share(target)

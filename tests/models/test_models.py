@@ -8,7 +8,7 @@ import torch
 from model_harness import build_model
 
 from diptych.reference.models import CLASSES, model_class
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import parse_config
 from diptych.shared.config.families import FAMILIES
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weight_names import expected_shapes
@@ -35,7 +35,7 @@ assert "diptych.reference.decoder" in sys.modules and "transformers" not in sys.
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_wants_exactly_the_expected_weights(name: str) -> None:
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     with torch.device("meta"):
         targets = named_targets(build_model(config))
     assert {name: tuple(tensor.shape) for name, tensor in targets.items()} == expected_shapes(config)

@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 
 import diptych.reference.speculative.draft_models
 from diptych.reference.speculative.eagle import EagleDrafter
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.loading.quantize import quantize_weight
@@ -91,9 +91,9 @@ def test_drafts_are_those_of_transformers(checkpoint: tuple[PreTrainedModel, Mtp
     positions = torch.arange(1, ids.shape[1])[None]
     theirs = hidden_behind(mtp, hidden_states, positions, ids[:, 1:])[0]
 
-    target = build_model(ModelConfig.from_pretrained(folder))
+    target = build_model(read_config(folder))
     target.load_weights(iterate_weights(folder))  # leaves the layer for drafting out
-    config = DraftConfig.from_pretrained(folder, target.config, "nextn")
+    config = read_draft_config(folder, target.config, "nextn")
     draft = new_draft(diptych.reference.speculative.draft_models, config)
     draft.load_weights(iterate_draft_weights(folder))
     draft.share(target)
@@ -172,10 +172,10 @@ def in_blocks(checkpoint: tuple[PreTrainedModel, MtpModel, Path]) -> tuple[Path,
 @torch.inference_mode()
 def test_a_layer_in_fp8_blocks_drafts_as_dequantized(in_blocks: tuple[Path, Path]) -> None:
     drafts, weights = [], []
-    target = build_model(ModelConfig.from_pretrained(in_blocks[1]))
+    target = build_model(read_config(in_blocks[1]))
     target.load_weights(iterate_weights(in_blocks[1]))
     for folder in in_blocks:
-        config = DraftConfig.from_pretrained(folder, target.config, "nextn")
+        config = read_draft_config(folder, target.config, "nextn")
         weights.append(dict(iterate_draft_weights(folder, config)))
         draft = new_draft(diptych.reference.speculative.draft_models, config)
         draft.load_weights(weights[-1].items())
@@ -209,6 +209,6 @@ def test_a_missing_scale_of_a_layer_for_drafting_is_named(
     del tensors[f"model.layers.{layer_id}.{name}"]
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((in_blocks[0] / "config.json").read_text())
-    config = DraftConfig.from_pretrained(tmp_path, ModelConfig.from_pretrained(tmp_path), "nextn")
+    config = read_draft_config(tmp_path, read_config(tmp_path), "nextn")
     with pytest.raises(ValueError, match=f"{layer_id}.{name} is missing"):
         iterate_draft_weights(tmp_path, config)

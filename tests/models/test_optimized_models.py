@@ -16,7 +16,7 @@ from diptych.optimized.kernels.linear import linear_choice
 from diptych.optimized.layers import MLP, Linear, MergedLinear
 from diptych.optimized.models import CLASSES, model_class
 from diptych.reference.moe import MoE
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import parse_config
 from diptych.shared.config.families import FAMILIES
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.interfaces.layers import Layers
@@ -46,7 +46,7 @@ assert FEW <= linear_choice.max_tokens(torch.float32) < MANY
 def build(
     name: str, layers: Layers = diptych.optimized.layers, dtype: torch.dtype = torch.float32
 ) -> CausalLM:
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     with building(dtype):
         model = model_class(config.architecture)(config, layers, MoE)
     model.load_weights(dummy_weights(config))
@@ -102,7 +102,7 @@ assert "diptych.optimized.decoder" in sys.modules and "transformers" not in sys.
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_wants_exactly_the_expected_weights(name: str) -> None:
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     with torch.device("meta"):
         targets = named_targets(model_class(config.architecture)(config, diptych.optimized.layers, MoE))
     assert {name: tuple(tensor.shape) for name, tensor in targets.items()} == expected_shapes(config)

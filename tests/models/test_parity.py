@@ -11,7 +11,7 @@ from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from diptych.shared.config import ModelConfig, MoEConfig
+from diptych.shared.config import ModelConfig, MoEConfig, parse_config, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
@@ -111,7 +111,7 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
     ],
 )
 def test_a_wrong_model_does_not_pass(name: str, changes: dict[str, Any]) -> None:
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = parse_config(CONFIGS[name])
     logits = []
     for its_config in (config, changed(config, **changes)):
         model = build_model(its_config)
@@ -123,7 +123,7 @@ def test_a_wrong_model_does_not_pass(name: str, changes: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
 def test_built_in_models(name: str) -> None:
     """Trained weights, in bfloat16 on disk, run in float32."""
-    config = ModelConfig.from_pretrained(ASSETS / name)
+    config = read_config(ASSETS / name)
     model = build_model(config)
     model.load_weights(iterate_weights(ASSETS / name, config))
     hf_model = AutoModelForCausalLM.from_pretrained(

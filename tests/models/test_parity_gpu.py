@@ -14,7 +14,7 @@ import torch
 from model_harness import cut, hf_greedy, random_hf_model
 
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.clauses.device import building
@@ -36,7 +36,7 @@ MODELS["qwen3, wide"]["tie_word_embeddings"] = True
 
 
 def load_optimized(folder: Path) -> CausalLM:
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     layers, moe = registry.load("layers", "optimized"), registry.load("moe", "reference")
     with building(torch.bfloat16, "cuda"):
         model = registry.load("models", "optimized").model_class(config.architecture)(config, layers, moe)

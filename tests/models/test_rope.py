@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from diptych.shared.config import ModelConfig, RopeConfig
+from diptych.shared.config import RopeConfig, parse_config
 from diptych.shared.modeling.rope import rope_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -52,7 +52,7 @@ def both_configs(rope: dict[str, Any], head_dim: int = 96) -> tuple[Any, RopeCon
         "max_position_embeddings": 131072,
         "rope_parameters": {"rope_theta": 500000.0} | rope,
     }
-    rope_config = ModelConfig.from_dict(hf_config).rope
+    rope_config = parse_config(hf_config).rope
     return AutoConfig.for_model(**hf_config), rope_config
 
 

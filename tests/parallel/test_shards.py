@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.loading.shards import VOCABULARY, Shards, shard_config
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
@@ -18,7 +18,7 @@ ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 
 
 def config(name: str = "tiny-dense", **changes: object) -> ModelConfig:
-    return replace(ModelConfig.from_pretrained(ASSETS / name), **changes)  # type: ignore[arg-type]
+    return replace(read_config(ASSETS / name), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])

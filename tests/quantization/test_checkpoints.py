@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.shared import registry
-from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, read_config, read_draft_config
 from diptych.shared.interfaces import QuantizedLinear
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.loading.load_model import load_model
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def load(folder: Path) -> torch.nn.Module:
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     flags = EngineConfig(model=str(folder))
     component = lambda name: registry.load(name, "reference")  # noqa: E731
     return load_model(folder, config, flags, component, torch.device("cpu"), torch.float32)
@@ -267,7 +267,7 @@ def test_torchao(tmp_path: Path) -> None:
 
 def test_a_head_of_eagle_is_dequantized(tmp_path: Path) -> None:
     """Its layer is called midlayer, and fc before it is not quantized."""
-    target = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
+    target = read_config(ASSETS / "tiny-dense")
     plain = dict(iterate_draft_weights(ASSETS / "tiny-dense-eagle3"))
     stored, expected = dict(plain), dict(plain)
     for name, weight in plain.items():
@@ -279,7 +279,7 @@ def test_a_head_of_eagle_is_dequantized(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((ASSETS / "tiny-dense-eagle3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
-    draft_config = DraftConfig.from_pretrained(tmp_path, target, "eagle3")
+    draft_config = read_draft_config(tmp_path, target, "eagle3")
     found = dict(iterate_draft_weights(tmp_path, draft_config))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -287,7 +287,7 @@ def test_a_head_of_eagle_is_dequantized(tmp_path: Path) -> None:
 
 
 def parts(folder: Path, size: int) -> list[Tensors]:
-    config = ModelConfig.from_pretrained(folder)
+    config = read_config(folder)
     return [dict(iterate_weights(folder, config, shards=Shards(config, rank, size))) for rank in range(size)]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from diptych import LLM
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig, QuantConfig
+from diptych.shared.config import ModelConfig, QuantConfig, read_config
 from diptych.shared.interfaces import QuantizedLinear
 from diptych.shared.loading.load_model import build_model
 from diptych.shared.loading.model_path import ASSETS
@@ -73,7 +73,7 @@ def test_a_quantized_model_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("method", ["fp8", "fp8-block", "int4"])
 def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
-    config = replace(ModelConfig.from_pretrained(TINY), hidden_size=256, intermediate_size=512)
+    config = replace(read_config(TINY), hidden_size=256, intermediate_size=512)
     config = with_quantization(config, method)
     whole = dict(dummy_weights(config))
     ranks = [dict(dummy_weights(config, shards=Shards(config, rank, 2))) for rank in range(2)]
@@ -90,7 +90,7 @@ def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
 
 def test_stages_have_layers_by_their_own_number() -> None:
     """The second stage's layer 0 is the model's layer 3, which the config ignores."""
-    config = with_quantization(ModelConfig.from_pretrained(TINY), "fp8")
+    config = with_quantization(read_config(TINY), "fp8")
     assert config.quantization is not None
     config = replace(config, quantization=replace(config.quantization, ignore=("model.layers.3",)))
     stage = Stage(config, 1, 2)
@@ -114,7 +114,7 @@ def build(config: ModelConfig, panel: str) -> torch.nn.Module:
 
 
 def test_merged_layers_need_one_scheme() -> None:
-    config = with_quantization(ModelConfig.from_pretrained(TINY), "fp8")
+    config = with_quantization(read_config(TINY), "fp8")
     assert config.quantization is not None
     config = replace(config, quantization=replace(config.quantization, ignore=("v_proj",)))
     kinds = {type(layer).__name__ for layer in build(config, "reference").modules()}
@@ -125,7 +125,7 @@ def test_merged_layers_need_one_scheme() -> None:
 
 def test_weights_take_the_bytes_that_the_memory_check_expects() -> None:
     for method in ("fp8", "fp8-block", "int8", "int4"):
-        config = with_quantization(ModelConfig.from_pretrained(TINY), method)
+        config = with_quantization(read_config(TINY), method)
         expected = num_weight_bytes(expected_shapes(config), config.quantization, torch.float32)
         for panel in ("reference", "optimized"):
             parameters = build(config, panel).parameters()
@@ -189,7 +189,7 @@ def test_latent_attention_takes_dequantized_weights(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     quantization["modules_to_not_convert"] = ["experts", "shared_experts"]
     (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": quantization}))
-    config = ModelConfig.from_pretrained(tmp_path)
+    config = read_config(tmp_path)
     plain = dict(dummy_weights(replace(config, quantization=None)))
     weights = dict(dummy_weights(config))
     name = "model.layers.0.self_attn.kv_b_proj"

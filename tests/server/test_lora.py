@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.lora_adapter import adaptable_modules
 from diptych.shared.loading.model_path import ASSETS
@@ -28,7 +28,7 @@ def write_adapter(folder: Path, seed: int) -> str:
     config = {"peft_type": "LORA", "lora_alpha": 4, "r": 2}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
-    shapes = adaptable_modules(ModelConfig.from_pretrained(ASSETS / "tiny-dense"))
+    shapes = adaptable_modules(read_config(ASSETS / "tiny-dense"))
     tensors = {}
     for name, (num_out, num_in) in shapes.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, num_in, generator=generator) / 16

@@ -13,7 +13,7 @@ import pytest
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.text.tokenizer import Tokenizer
-from diptych.shared.tools.commands.diff import encode_prompts
+from diptych.shared.tools.commands.diff_prompts import encode_prompts
 from diptych.shared.tools.conformance.diff.server_diff import (
     Compared,
     PanelSide,

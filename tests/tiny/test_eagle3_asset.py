@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.loading.draft_weights import draft_shapes, iterate_draft_weights
 from diptych.shared.loading.model_path import ASSETS, builtin_models
 from diptych.shared.tools.training.acceptance import measure_acceptance, save_card
@@ -22,7 +22,7 @@ def record() -> dict:
 
 
 def test_it_is_in_the_public_format() -> None:
-    config = DraftConfig.from_pretrained(FOLDER, ModelConfig.from_pretrained(TARGET))
+    config = read_draft_config(FOLDER, read_config(TARGET))
     assert (config.draft_format, config.target_layers) == ("eagle3", TARGET_LAYERS)
     weights = dict(iterate_draft_weights(FOLDER))
     expected = {**draft_shapes(config), "lm_head.weight": (1920, 256), "d2t": (1920,), "t2d": (1920,)}

@@ -11,7 +11,7 @@ from diptych.reference.models import model_class
 from diptych.reference.moe import MoE
 from diptych.reference.speculative.draft_models.eagle3 import Eagle3Model
 from diptych.shared import registry
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.loading.weights import iterate_weights
@@ -41,14 +41,14 @@ def target() -> PreTrainedModel:
 
 
 def load_target() -> CausalLM:
-    config = ModelConfig.from_pretrained(TARGET)
+    config = read_config(TARGET)
     model = model_class(config.architecture)(config, registry.load("layers", "reference"), MoE).float()
     model.load_weights(iterate_weights(TARGET, config))
     return model
 
 
 def load_draft(folder: Path, target: CausalLM) -> Eagle3Model:
-    config = DraftConfig.from_pretrained(folder, target.config)
+    config = read_draft_config(folder, target.config)
     draft = Eagle3Model(config, registry.load("layers", "reference"), MoE).float()
     draft.load_weights(iterate_draft_weights(folder))
     draft.share(target)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.engine.build.settings import dtype_of, load_tokenizer, resolve_config
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
@@ -70,7 +70,7 @@ def make_plan(
 ) -> Plan:
     """Read the model's config and tokenizer, and choose components. Raises `ValueError`."""
     folder = resolve_model_path(config.model, config.load_format)
-    model_config = with_quantization(ModelConfig.from_pretrained(folder), config.quantization)
+    model_config = with_quantization(read_config(folder), config.quantization)
     config = resolve_config(config, model_config)
     assert config.panel is not None
     selection = registry.select(config.panel, config.use)

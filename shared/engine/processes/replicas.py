@@ -28,6 +28,8 @@ from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.types import Req, SpeculationStats, StepOutput
 
+Start = Callable[[EngineConfig], Assembly]
+
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of a replica, which reads its weights."""
 POLL_SECONDS = 0.005
@@ -210,16 +212,16 @@ class Controller(Scheduler):
         return EngineProcessEnded(problem)
 
 
-def assemble_replicas(config: EngineConfig) -> Assembly:
-    """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
-    `EngineProcessEnded` if a replica cannot start."""
-    from diptych.shared.engine.processes.start import start_engine
-
+def assemble_replicas(config: EngineConfig, start: Start) -> Assembly:
+    """Start config.dp replicas and return the engine of `config`. `start`: a function of a module, which
+    starts one replica. Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a replica cannot
+    start."""
     others = [
-        Child.spawn(f"replica {i}", _run_replica, config_of_replica(config, i)) for i in range(1, config.dp)
+        Child.spawn(f"replica {i}", _run_replica, start, config_of_replica(config, i))
+        for i in range(1, config.dp)
     ]
     with started(others):
-        assembly = start_engine(config_of_replica(config, 0))
+        assembly = start(config_of_replica(config, 0))
         pool_sizes = [other.next_message(START_SECONDS) for other in others]
     controller = Controller(config, assembly, others, pool_sizes)
     return replace(
@@ -227,13 +229,11 @@ def assemble_replicas(config: EngineConfig) -> Assembly:
     )
 
 
-def _run_replica(config: EngineConfig, pipe: Connection) -> None:
+def _run_replica(start: Start, config: EngineConfig, pipe: Connection) -> None:
     """The main function of another replica's process."""
-    from diptych.shared.engine.processes.start import start_engine
-
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
-        assembly = start_engine(config)
+        assembly = start(config)
         inbox.start(assembly.parts.allocator.size)
         serve_calls(assembly, inbox)
 

@@ -11,7 +11,7 @@ from diptych.shared.engine.build.assembly import Assembly, assemble
 T = TypeVar("T")
 
 
-def start_engine(config: EngineConfig) -> Assembly:
+def start_assembly(config: EngineConfig) -> Assembly:
     """Start the engine. Raises `ValueError` for a configuration that cannot run. On a launched rank other
     than 0 it does not return; the process ends with rank 0."""
     if config.disaggregation:
@@ -32,7 +32,7 @@ def start_engine(config: EngineConfig) -> Assembly:
     if config.dp_attention:
         return assemble_in_step(config)
     if config.dp > 1:
-        return assemble_replicas(config)
+        return assemble_replicas(config, start_assembly)
     return assemble_launched(config) if is_launched() else assemble_ranks(config)
 
 

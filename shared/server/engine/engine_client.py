@@ -20,7 +20,7 @@ import zmq
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Detokenizer
-from diptych.shared.server.engine.engine_process import EngineHandle, start_engine
+from diptych.shared.server.engine.engine_process import EngineHandle, spawn_engine
 from diptych.shared.server.engine.messages import (
     VERSION,
     Abort,
@@ -92,7 +92,7 @@ class EngineClient:
         chosen = config.use.get("detokenizer", "reference")
         self.detokenizer: type[Detokenizer] = registry.load("detokenizer", chosen)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._handle: EngineHandle = start_engine(config, self._context, in_thread=in_thread)
+        self._handle: EngineHandle = spawn_engine(config, self._context, in_thread=in_thread)
         self._to_engine = self._bind(zmq.PUSH, self._handle.endpoints.to_engine)
         self._from_engine = self._bind(zmq.PULL, self._handle.endpoints.from_engine)
         self._lives: dict[str, Live] = {}

@@ -107,7 +107,7 @@ class EngineHandle:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def start_engine(
+def spawn_engine(
     config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], *, in_thread: bool
 ) -> EngineHandle:
     """Start an engine that will connect to the handle's endpoints; bind them first or afterwards."""
@@ -165,13 +165,13 @@ def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: Connec
 
 def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
     start = time.perf_counter()
-    from diptych.shared.engine.processes.start import start_engine  # heavy: torch, and kernels
+    from diptych.shared.engine.processes.start import start_assembly  # heavy: torch, and kernels
     from diptych.shared.server.engine.engine_loop import EngineLoop
 
     import_seconds = time.perf_counter() - start
 
     try:
-        assembly = start_engine(config)
+        assembly = start_assembly(config)
     except BaseException as error:
         with contextlib.suppress(Exception):
             channel.send(Dead(reason=str(error) or type(error).__name__))

@@ -109,7 +109,7 @@ class LatencyBenchmark(Benchmark):
         if self.has_step:
             check_flags(self.flags)
         ceilings = bench_run.ceilings_of(self.flags) if self.has_bound else None
-        llm = launch.start_engine(self.flags)
+        llm = launch.start_llm(self.flags)
         if self.has_step is None:
             self.has_step = llm.config.device != "cpu" and is_one_engine(llm.config)
         repeats = {name: self.facts[name] for name in ("num_repeats", "num_warm_ups")}

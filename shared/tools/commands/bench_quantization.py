@@ -29,7 +29,7 @@ def quantization(
     Each layer runs alone, with random weights that come from memory."""
     import torch
 
-    from diptych.shared.config import ModelConfig
+    from diptych.shared.config import read_config
     from diptych.shared.engine.build.settings import default_device, default_panel
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.tools.bench.quantized_linear_cost import PLAIN, LinearTimes, cases_of
@@ -39,7 +39,7 @@ def quantization(
     names = [name.strip() for name in schemes.split(",") if name.strip()]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     times = LinearTimes(chosen, names, torch.device(device), dtype)
-    config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
+    config = read_config(resolve_model_path(model, "dummy"))
     benchmark = QuantizationBenchmark(cases_of(config, integers("--tokens", tokens)), times.measure)
     benchmark.columns = (
         Column("layer", lambda r: r.case.layer, is_text=True),

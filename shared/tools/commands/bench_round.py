@@ -70,7 +70,7 @@ class RoundBenchmark(Benchmark):
         from diptych.shared.tools.bench.result_header import engine_facts
         from diptych.shared.tools.bench.round_cost import engine_flags, measure_round
 
-        llm = launch.start_engine(engine_flags([batch_size for batch_size, _ in self.cases], self.flags))
+        llm = launch.start_llm(engine_flags([batch_size for batch_size, _ in self.cases], self.flags))
         self.facts = engine_facts(llm)
         for batch_size, context_len in self.cases:
             progress.on_run(f"batch {batch_size}, context {context_len}")

@@ -71,7 +71,7 @@ def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:
 
 def ceilings_of(flags: dict[str, Any]) -> Ceilings | None:
     """Measure the ceilings for the device and dtype of an engine with these flags."""
-    from diptych.shared.config import EngineConfig, ModelConfig
+    from diptych.shared.config import EngineConfig, read_config
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.tools.bench.ceilings import device_and_dtype, measure_ceilings
     from diptych.shared.tools.bench.step_cost import is_one_engine
@@ -81,7 +81,7 @@ def ceilings_of(flags: dict[str, Any]) -> Ceilings | None:
         print("no roofline bound: it is counted for one replica without pp", file=sys.stderr)
         return None
     print("measuring what the device can do", file=sys.stderr)
-    model_config = ModelConfig.from_pretrained(resolve_model_path(config.model, config.load_format))
+    model_config = read_config(resolve_model_path(config.model, config.load_format))
     return measure_ceilings(*device_and_dtype(flags, model_config))
 
 

@@ -129,7 +129,7 @@ class SpeculationBenchmark(Benchmark):
         from diptych.shared.tools.bench.step import free_memory
         from diptych.shared.tools.bench.workloads import Request
 
-        llm = launch.start_engine(flags)
+        llm = launch.start_llm(flags)
         device = llm.assembly.parts.allocator.device
         is_plain = llm.config.speculative is None
         try:

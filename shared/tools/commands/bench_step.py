@@ -110,20 +110,20 @@ class StepBenchmark(Benchmark):
     def measure_model(self, model: str, progress: bench_run.Progress) -> None:
         """Measure one model. Its engine is freed at the end of this call, because the next one needs the
         memory."""
-        from diptych.shared.config import ModelConfig
+        from diptych.shared.config import read_config
         from diptych.shared.loading.model_path import resolve_model_path
         from diptych.shared.tools.bench import step as bench
         from diptych.shared.tools.bench.ceilings import device_and_dtype, measure_ceilings
         from diptych.shared.tools.bench.result_header import ceilings_as_json, engine_facts
 
-        config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
+        config = read_config(resolve_model_path(model, "dummy"))
         flags = bench.engine_flags(model, self.cases, self.flags, config.context_len)
         device, dtype = device_and_dtype(self.flags, config)
         name = str(dtype).removeprefix("torch.")
         if name not in self.ceilings:  # before the model takes the memory
             self.ceilings[name] = measure_ceilings(device, dtype)
             self.facts["ceilings"] = {each: ceilings_as_json(found) for each, found in self.ceilings.items()}
-        llm = launch.start_engine(flags)
+        llm = launch.start_llm(flags)
         self.engines[model] = engine_facts(llm)
         try:
             self.results += bench.measure(

@@ -37,7 +37,7 @@ def chat(
 ) -> None:
     """Talk with a model. Each turn shows how much of the prompt was in the prefix cache."""
     params = sampling.to_params()
-    llm = launch.start_engine(engine.to_flags())
+    llm = launch.start_llm(engine.to_flags())
 
     from diptych.shared.types import SamplingParams
 

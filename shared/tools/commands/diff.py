@@ -12,19 +12,12 @@ from diptych.shared import registry
 from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.flags.flag import flags_of
 from diptych.shared.tools.commands import bench_run, diff_precision, diff_servers, launch
+from diptych.shared.tools.commands.diff_prompts import make_prompts
 from diptych.shared.tools.commands.option_values import chunk_size
 
 if TYPE_CHECKING:
-    from diptych.shared.engine.llm import LLM
     from diptych.shared.tools.conformance.diff.outcome import Outcome
 
-QUESTIONS = (
-    "What is 12 + 30?",
-    "Mara is a baker. Mara lives in Bergen. Otto bought 12 eggs. Otto has a red notebook. "
-    "In which city does Mara live?",
-    "Write a JSON record about a baker named Mara.",
-)
-RANDOM_PROMPT_LENS = (5, 17, 40)  # for a model without a tokenizer
 MAX_TOTAL_TOKENS = 8192
 """The default KV pool of each side, because two engines share the machine."""
 
@@ -244,28 +237,6 @@ def parse_flags(text: str) -> dict[str, Any]:
     if "chunked_prefill_size" in flags:
         flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])
     return flags
-
-
-def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> list[list[int]]:
-    """Token ids of the texts or, without texts, of the built-in questions; random ids for a model without
-    tokenizer."""
-    if llm.tokenizer is None:
-        if texts:
-            raise ValueError(f"{llm.config.model} has no tokenizer: it takes no --prompt")
-        import random
-
-        generator = random.Random(seed)
-        size = llm.model_config.vocab_size
-        return [[generator.randrange(size) for _ in range(length)] for length in RANDOM_PROMPT_LENS]
-    return encode_prompts(llm.tokenizer, texts, raw)
-
-
-def encode_prompts(tokenizer: Any, texts: list[str] | None, raw: bool) -> list[list[int]]:
-    """Token ids of the texts or, without texts, of the built-in questions."""
-    texts = texts or list(QUESTIONS)
-    if raw:
-        return [tokenizer.encode(text) for text in texts]
-    return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
 
 
 def _label(side: dict[str, Any], flags: str) -> str:

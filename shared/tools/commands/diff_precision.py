@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diptych.shared.tools.commands import launch
+from diptych.shared.tools.commands.diff_prompts import make_prompts
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.diff.precision import Precision
@@ -34,7 +35,6 @@ def diff_precision(
     """Measure, print, and write the page into `out`. Returns the exit status: 1 if the mean KL divergence
     is beyond `max_kl`."""
     from diptych.shared.engine.llm import LLM
-    from diptych.shared.tools.commands.diff import make_prompts
     from diptych.shared.tools.conformance.diff.precision import check_same_shape, measure
     from diptych.shared.tools.conformance.diff.precision_report import choice_tables, write_precision_report
     from diptych.shared.types import SamplingParams

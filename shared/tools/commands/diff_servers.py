@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from diptych.shared.tools.commands.diff_precision import print_choices
+from diptych.shared.tools.commands.diff_prompts import encode_prompts
+
 
 def is_url(side: str | None) -> bool:
     return side is not None and side.startswith(("http://", "https://"))
@@ -29,8 +32,6 @@ def diff_servers(
     from diptych.shared.engine.llm import LLM
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.text.tokenizer import Tokenizer
-    from diptych.shared.tools.commands.diff import encode_prompts
-    from diptych.shared.tools.commands.diff_precision import print_choices
     from diptych.shared.tools.conformance.diff.server_diff import (
         PanelSide,
         ScoringSide,

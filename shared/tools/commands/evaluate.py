@@ -78,7 +78,7 @@ def evaluate(
 
     import torch
 
-    from diptych.shared.config import EngineConfig, ModelConfig
+    from diptych.shared.config import EngineConfig, read_config
     from diptych.shared.engine.build.settings import load_tokenizer
     from diptych.shared.loading.model_path import ASSETS, resolve_model_path
     from diptych.shared.tools.conformance.whole_engine.formats import AccuracyCase, flags_of, measure
@@ -97,7 +97,7 @@ def evaluate(
     tokenizer = load_tokenizer(config, folder)
     if tokenizer is None:
         raise ValueError(f"{config.model} has no tokenizer: name one with --tokenizer")
-    longest = (config.context_len or ModelConfig.from_pretrained(folder).context_len) - 1
+    longest = (config.context_len or read_config(folder).context_len) - 1
     inputs = make_inputs(tokenizer, text, chunk or min(longest, 1024), questions, is_built_in)
     cases = [AccuracyCase(BASELINE, flags)]
     cases += [AccuracyCase(name, {**flags, **its_flags}) for name, its_flags in named.items()]

@@ -55,7 +55,7 @@ def generate(
         params |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
     if trace is not None:
         bench_run.check_files(None, trace)
-    llm = launch.start_engine(engine.to_flags())
+    llm = launch.start_llm(engine.to_flags())
     with tracing(llm, trace):
         answer_all(llm, texts, params, system=system, raw=raw, stream=stream, as_json=as_json)
 

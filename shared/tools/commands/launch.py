@@ -15,7 +15,7 @@ SMALL_MODEL = 50_000_000
 Small GEMMs take less time than that, and far less when other programs use the cores too."""
 
 
-def start_engine(flags: dict[str, Any]) -> LLM:
+def start_llm(flags: dict[str, Any]) -> LLM:
     """`LLM(**flags)`, with a progress display on a terminal, because importing torch and loading a model take
     a while."""
     if not sys.stderr.isatty():

@@ -48,7 +48,7 @@ class EnginesBenchmark(Benchmark):
         from diptych.shared.tools.bench.result_header import engine_facts
         from diptych.shared.tools.bench.step import free_memory
 
-        llm = launch.start_engine(flags)
+        llm = launch.start_llm(flags)
         facts, device = engine_facts(llm), llm.assembly.parts.allocator.device
         try:
             self.measure_cases(llm, facts, progress)

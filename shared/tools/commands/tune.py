@@ -26,7 +26,7 @@ def tune(
     write the GPU's table, which the optimized panel reads. Weights are random."""
     import torch
 
-    from diptych.shared.config import ModelConfig
+    from diptych.shared.config import read_config
     from diptych.shared.config.quant_config import ONLINE
     from diptych.shared.loading.model_path import resolve_model_path
 
@@ -38,7 +38,7 @@ def tune(
         raise ValueError("tune needs a CUDA GPU: it measures kernels there")
     all_tokens = None if tokens is None else integers("--tokens", tokens)
     models = [name.strip() for name in model.split(",")]
-    configs = [ModelConfig.from_pretrained(resolve_model_path(name, "dummy")) for name in models]
+    configs = [read_config(resolve_model_path(name, "dummy")) for name in models]
     schemes = [ONLINE[name] for name in names]
     path = registry.load_part("tune").tune(configs, all_tokens, schemes)
     typer.echo(f"written: {path}")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.loading.load_model import load_model
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.text.token_bytes import TokenBytes
@@ -36,7 +36,7 @@ class Oracle:
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(str(model))
         self.tokenizer = Tokenizer.from_pretrained(self.folder)
-        self.config = ModelConfig.from_pretrained(self.folder)
+        self.config = read_config(self.folder)
         config = EngineConfig().updated(model=str(model), device="cpu", dtype="float32", panel="reference")
         self.model = load_model(
             self.folder,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.config import DraftConfig, ModelConfig, parse_config, parse_draft_config
 from diptych.shared.interfaces import CausalLM, DraftModel, DraftOutput
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.loading.draft_weights import dummy_draft_weights
@@ -101,10 +101,10 @@ class Head(Case):
 
     @property
     def target_config(self) -> ModelConfig:
-        return ModelConfig.from_dict(CONFIGS[HEADS[self.head][0]])
+        return parse_config(CONFIGS[HEADS[self.head][0]])
 
     def config(self) -> DraftConfig:
-        return DraftConfig.from_dict(HEADS[self.head][1], self.target_config)
+        return parse_draft_config(HEADS[self.head][1], self.target_config)
 
 
 HEADS_ONCE = tuple(Head(name, head=name) for name in HEADS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.interfaces import LoraPool
 from diptych.shared.interfaces.lora import NO_ADAPTER
 from diptych.shared.loading.lora_adapter import adaptable_modules, content_id_of
@@ -96,7 +96,7 @@ def expect_merged(session: Session, adapters: Sequence[LoraAdapter | None]) -> N
     grid("{config}", config=("deepseek-v2-lite", "gemma3")),
 )
 def mixed_batch(impl: type[LoraPool], case: Case) -> None:
-    config = ModelConfig.from_dict(CONFIGS[case.config])
+    config = parse_config(CONFIGS[case.config])
     first = make_adapter(config, 8, seed=1)
     second = make_adapter(config, 3, SOME, seed=2, scale=2.0)
     third = make_adapter(config, MAX_RANK, ("q_proj", "v_proj", "gate_proj"), seed=3, scale=0.3)
@@ -109,7 +109,7 @@ def mixed_batch(impl: type[LoraPool], case: Case) -> None:
 
 @contract("What a slot had before has no effect, whatever its rank and modules; nor what a row had.", EXAMPLE)
 def reloaded_slot(impl: type[LoraPool], case: Case) -> None:
-    config = ModelConfig.from_dict(CONFIGS["llama-biases"])
+    config = parse_config(CONFIGS["llama-biases"])
     session = Session(impl, config, 3)
     large, small = make_adapter(config, MAX_RANK, seed=1), make_adapter(config, 2, SOME, seed=2)
     session.pool.load(0, large)
@@ -124,7 +124,7 @@ def reloaded_slot(impl: type[LoraPool], case: Case) -> None:
 
 @contract("Steps under way keep what they were prepared with.", EXAMPLE)
 def load_during_a_step(impl: type[LoraPool], case: Case) -> None:
-    config = ModelConfig.from_dict(CONFIGS["llama-biases"])
+    config = parse_config(CONFIGS["llama-biases"])
     session = Session(impl, config, 2)
     old, new = make_adapter(config, 8, seed=1), make_adapter(config, 8, seed=2)
     session.pool.load(0, old)
@@ -141,7 +141,7 @@ def load_during_a_step(impl: type[LoraPool], case: Case) -> None:
     EXAMPLE,
 )
 def refusals(impl: type[LoraPool], case: Case) -> None:
-    config = ModelConfig.from_dict(CONFIGS["llama-biases"])
+    config = parse_config(CONFIGS["llama-biases"])
     pool = Session(impl, config, 1).pool
     good = make_adapter(config, 2, ("layers.0.self_attn.q_proj",))
     (weights,) = good.modules.values()

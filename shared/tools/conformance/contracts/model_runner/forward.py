@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import parse_config
 from diptych.shared.interfaces import CausalLM, ModelRunner
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
 from diptych.shared.tools.conformance.clauses.clause import agreement, contract
@@ -31,7 +31,7 @@ MODES = {"extend": ForwardMode.EXTEND, "decode": ForwardMode.DECODE, "mixed": Fo
 
 def model_for(config: str = CONFIG, dtype: torch.dtype = torch.float32) -> CausalLM:
     """The reference's model, because the runner is under check."""
-    return make_model(registry.load("models", "reference"), ModelConfig.from_dict(CONFIGS[config]), dtype)
+    return make_model(registry.load("models", "reference"), parse_config(CONFIGS[config]), dtype)
 
 
 class RunnerSession(ModelSession):

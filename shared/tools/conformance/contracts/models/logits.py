@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import dummy_weights
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid
@@ -44,7 +44,7 @@ class Text(Case):
             raise ValueError(f"chunks {self.chunks} do not cut a prompt of {self.num_prompt} tokens")
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_dict(CONFIGS[self.config])
+        return parse_config(CONFIGS[self.config])
 
     def pieces(self) -> list[list[int]]:
         length = self.num_prompt + self.num_decode
@@ -304,7 +304,7 @@ def turns(impl: Models, case: Mates) -> None:
     ),
 )
 def head(impl: Models, case: Case) -> None:
-    config = ModelConfig.from_dict(CONFIGS[case.config])
+    config = parse_config(CONFIGS[case.config])
     model = make_model(impl, config, case.dtype)
     hidden_states = Inputs(0).normal(case.num_rows, config.hidden_size, dtype=case.dtype)
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"

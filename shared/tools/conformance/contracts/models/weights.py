@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from diptych.shared.config import ModelConfig
+from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import dummy_weights
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case
@@ -30,7 +30,7 @@ NORM = "model.norm.weight"
 
 class Family(Case):
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_dict(CONFIGS[self.name])
+        return parse_config(CONFIGS[self.name])
 
     def text(self) -> Text:
         return Text(self.name, config=self.name, num_prompt=20)
