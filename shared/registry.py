@@ -135,24 +135,14 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {
 }
 """component -> choices that run on CUDA GPUs only."""
 
+TRITON_ONLY = (
+    "layers", "lora", "quantization", "quantized_experts", "moe", "models", "draft_models", "expert_dispatch",
+    "sampler", "draft_tree",
+)  # fmt: skip
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton", "deterministic"),
     "mla_attention": ("optimized", "triton"),
-    **dict.fromkeys(
-        (
-            "layers",
-            "lora",
-            "quantization",
-            "quantized_experts",
-            "moe",
-            "models",
-            "draft_models",
-            "expert_dispatch",
-            "sampler",
-            "draft_tree",
-        ),
-        ("optimized",),
-    ),
+    **dict.fromkeys(TRITON_ONLY, ("optimized",)),
 }
 """component -> choices that Triton's kernels compute: on GPUs, or in its interpreter, for tests."""
 
@@ -160,8 +150,7 @@ NO_TRITON = "needs a CUDA GPU (for tests on a CPU, Triton's interpreter: TRITON_
 
 UNAVAILABLE: dict[str, str] = {
     "mla_attention=flashmla": "needs a Hopper GPU, pages of 64 tokens and the kernels of FlashMLA",
-    "mla_attention=cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and CUTLASS's kernel for latent "
-    "attention",
+    "mla_attention=cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and a kernel of CUTLASS",
     "mla_attention=trtllm_mla": "needs an sm_100 GPU and TensorRT-LLM's kernels for latent attention",
     "mla_attention=nsa": "needs a model with sparse attention, as DeepSeek-V3.2, and its kernels",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,24 +12,21 @@ from typing import Any
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.processes.start import start_assembly
 from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
-from diptych.shared.engine.requests.diffusion import check_diffusion
 from diptych.shared.engine.requests.embedding import (
     NO_TOKENS,
     EmbedOutput,
     check_dimensions,
-    check_pooling,
     embed_outputs,
 )
-from diptych.shared.engine.requests.images import ImagesPrompt, images_prompt, take_images, with_images
-from diptych.shared.engine.requests.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
-from diptych.shared.engine.requests.lora_adapters import adapters_of, cache_namespace
+from diptych.shared.engine.requests.images import ImagesPrompt, take_images, with_images
+from diptych.shared.engine.requests.input_embeds import as_prompts
+from diptych.shared.engine.requests.lora_adapters import adapters_of
 from diptych.shared.engine.requests.output_collector import OutputCollector, new_name, sample_ids, unused_id
-from diptych.shared.engine.requests.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
-from diptych.shared.engine.requests.request_seeds import RequestSeeds
+from diptych.shared.engine.requests.prompts import Prompt, prompt_list
+from diptych.shared.engine.requests.submission import Submission
 from diptych.shared.sampling.processors import LogitProcessor
 from diptych.shared.sampling.sampling_batch import derive_seed
-from diptych.shared.scheduling.admission import check_fields
-from diptych.shared.types import DiffusionParams, GenerateOutput, PromptEmbeds, Req, SamplingParams
+from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams
 from diptych.shared.types.sampling_params import params_of_prompts
 
 Message = Mapping[str, Any]
@@ -65,7 +63,8 @@ class LLM:
         self.timeline = assembly.parts.timeline
         self._collectors: dict[str, OutputCollector] = {}  # of live requests, by the scheduler's request id
         self._names = count()  # of requests without an rid
-        self._seeds = RequestSeeds(self.config.random_seed)
+        self._random = random.Random(self.config.random_seed)  # seeds of requests that bring none
+        self._unused_seeds: list[int] = []  # drawn for refused requests: the next ones get them
         self._lock = threading.RLock()
         self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
         self._aborts: list[str] = []  # asked for inside such a call: done at its end
@@ -130,7 +129,7 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
         plain, images = take_images(messages)
-        template_args.setdefault("max_chars", max_prompt_chars(self.tokenizer, self.config.context_len or 0))
+        template_args.setdefault("max_chars", (self.config.context_len or 0) * self.tokenizer.max_token_bytes)
         prompt_ids = self.tokenizer.chat(plain, **template_args)
         return ImagesPrompt(prompt_ids, images) if images else prompt_ids
 
@@ -188,63 +187,12 @@ class LLM:
         logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
         lora: the name of a loaded adapter. diffusion: answer by block diffusion. is_pooling: no tokens, but
         an embedding; see `embed`. Raises `ValueError` for a bad request; then nothing of it is left."""
-        with self.timeline.span("tokenise"):
-            prompt_ids, embeds = self._encode(prompt, sampling_params)
-        if (sampling_params.stop or sampling_params.stop_regex) and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
-        check_fields(rid, extra_key, priority, routing_key, logit_processor)
-        if is_pooling or self.model_config.num_labels:
-            check_pooling(is_pooling, self.config, self.model_config)
-        if diffusion is not None:
-            check_diffusion(diffusion, sampling_params, prompt_ids, (embeds, logit_processor), self.assembly)
-        grammars = self.assembly.grammars
-        compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
-        if compiled is not None:
-            compiled.result()  # before the lock is taken, so that other threads continue
-        text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
-        with self._exclusive():
-            name = new_name(rid, sampling_params.n, self._names, self._collectors)
-            mark, draws = self._seeds.mark(), sampling_params.seed is None
-            seed = self._seeds.draw() if draws else sampling_params.seed
-            collectors: list[OutputCollector] = []
-            try:
-                adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
-                namespace: Any = extra_key
-                if adapter is not None or diffusion is not None:
-                    namespace = cache_namespace(extra_key, adapter, diffusion)
-                for i in range(sampling_params.n):
-                    # --8<-- [start:make-req]
-                    req = Req(
-                        rid=unused_id(sample_ids(name, sampling_params.n)[i], self._collectors),
-                        origin_input_ids=prompt_ids,
-                        sampling_params=sampling_params,
-                        seed=derive_seed(seed, i),
-                        eos_token_ids=self.assembly.eos_token_ids,
-                        extra_key=namespace,
-                        priority=priority,
-                        routing_key=routing_key,
-                        logit_processor=logit_processor,
-                        lora=adapter,
-                        diffusion=diffusion,
-                        embeds=embeds,
-                        is_pooling=is_pooling,
-                    )
-                    if compiled is not None:
-                        req.grammar = grammars.grammar_for(req, compiled.result())
-                    with self.timeline.span("receive"):
-                        self.scheduler.add_request(req)
-                    detokenizer = None
-                    if self.tokenizer is not None:
-                        detokenizer = self.assembly.detokenizer(self.tokenizer, sampling_params, text_ids)
-                    collectors.append(OutputCollector(req, i, detokenizer, submitted_as=name))
-                    self._collectors[req.rid] = collectors[-1]
-                    # --8<-- [end:make-req]
-            except ValueError:
-                self._seeds.undo(mark, draws)  # a refused request must not affect later ones
-                for collector in collectors:
-                    self._abort(collector)
-                raise
-        return collectors
+        fields = {
+            "rid": rid, "extra_key": extra_key, "priority": priority, "routing_key": routing_key,
+            "logit_processor": logit_processor, "lora": lora, "diffusion": diffusion,
+            "is_pooling": is_pooling,
+        }  # fmt: skip
+        return self._submit([(prompt, sampling_params, fields)])
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a folder in PEFT's format; requests may then name it. It may replace one
@@ -307,7 +255,7 @@ class LLM:
         try:
             with gc_freeze():
                 with deferred_interrupts():
-                    collectors = self._submit_all(requests)
+                    collectors = self._submit(requests)
                 if progress:
                     self._show_progress(collectors)
                 while not all(c.is_finished for c in collectors) and self.step():
@@ -318,22 +266,39 @@ class LLM:
             raise
         return collectors
 
-    def _submit_all(
+    def _submit(
         self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]]
     ) -> list[OutputCollector]:
-        """All of them; after an error none, and later requests get the seeds that these would have had."""
+        """Queue all of them; after an error none, and later requests get the seeds that these would have
+        had."""
         collectors: list[OutputCollector] = []
-        with self._lock:
-            mark, num_drawn = self._seeds.mark(), 0
+        seeds: list[int] = []  # drawn
         try:
             for prompt, params, fields in requests:
-                collectors += self.submit(prompt, params, **fields)
-                num_drawn += params.seed is None
+                submission = Submission(self.assembly, prompt, params, **fields)
+                with self._exclusive():
+                    name = new_name(submission.rid, params.n, self._names, self._collectors)
+                    seed = params.seed
+                    if seed is None:
+                        seed = (
+                            self._unused_seeds.pop() if self._unused_seeds else self._random.getrandbits(63)
+                        )
+                        seeds.append(seed)
+                    # --8<-- [start:submit-samples]
+                    for i, sample_id in enumerate(sample_ids(name, params.n)):
+                        rid = unused_id(sample_id, self._collectors)
+                        req = submission.req(rid, derive_seed(seed, i))
+                        with self.timeline.span("receive"):
+                            self.scheduler.add_request(req)
+                        collector = OutputCollector(req, i, submission.detokenizer(), submitted_as=name)
+                        self._collectors[rid] = collector
+                        collectors.append(collector)
+                    # --8<-- [end:submit-samples]
         except BaseException:
             for collector in collectors:
                 self._abort(collector)
             with self._lock:
-                self._seeds.undo(mark, num_drawn)
+                self._unused_seeds += reversed(seeds)
             raise
         return collectors
 
@@ -389,10 +354,3 @@ class LLM:
                 self._depth -= 1
                 while self._depth == 0 and self._aborts:
                     self.scheduler.abort(self._aborts.pop())
-
-    def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], PromptEmbeds | None]:
-        if isinstance(prompt, EmbedsPrompt):
-            return embeds_prompt(prompt.rows, params, self.assembly)
-        if isinstance(prompt, ImagesPrompt):
-            return images_prompt(self._encode(prompt.prompt, params)[0], prompt.images, self.assembly)
-        return plain_prompt_ids(prompt, self.tokenizer, self.config.context_len or 0), None

@@ -76,7 +76,6 @@ class Phases:
         self.seconds[name], self._last = now - self._last, now
 
 
-# --8<-- [start:assemble]
 def assemble(
     config: EngineConfig,
     clock: Callable[[], float] = time.monotonic,
@@ -132,9 +131,6 @@ def assemble(
         vision=extras.vision,
         tp=plan.tp or ALONE,
     )
-
-
-# --8<-- [end:assemble]
 
 
 def make_parts(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from diptych.shared.config import EngineConfig
 from diptych.shared.engine.requests.input_embeds import check_supported
 from diptych.shared.types import DiffusionParams, SamplingParams
 from diptych.shared.types.sampling_params import MIN_TEMPERATURE
-
-if TYPE_CHECKING:
-    from diptych.shared.engine.build.assembly import Assembly
 
 TAKEN = (
     "max_new_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
@@ -25,11 +22,11 @@ def check_diffusion(
     sampling: SamplingParams,
     prompt_ids: Sequence[int],
     others: Sequence[object],
-    assembly: Assembly,
+    config: EngineConfig,
+    num_token_ids: int,
 ) -> None:
     """Raise `ValueError` for a request that block diffusion does not serve. others: further
     fields of the request, all None."""
-    config, num_token_ids = assembly.config, assembly.parts.num_token_ids
     check_supported("diffusion requests", config)
     if any(other is not None for other in others):
         raise ValueError("diffusion requests have a prompt of tokens, no embedding and no logit_processor")

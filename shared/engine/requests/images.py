@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.vision_config import VisionConfig
-from diptych.shared.engine.requests.input_embeds import EngineFacts, check_supported, digest_key
+from diptych.shared.engine.requests.input_embeds import check_supported, digest_key
 from diptych.shared.types import PromptEmbeds
-
-if TYPE_CHECKING:
-    from diptych.shared.config import EngineConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGES = 16
@@ -50,22 +48,28 @@ def takes_images(config: EngineConfig) -> bool:
     return False
 
 
-def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: EngineFacts) -> Any:
+def images_prompt(
+    prompt_ids: list[int],
+    images: Sequence[Any],
+    engine_config: EngineConfig,
+    model_config: ModelConfig,
+    vision: Any,
+) -> tuple[list[int], PromptEmbeds]:
     """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` if
     the engine takes no images, for a wrong number of placeholders, and for an invalid image."""
-    check_supported("images", assembly.config)
-    if assembly.vision is None:
-        raise ValueError(f"{assembly.model_config.architecture} takes no images: it has no vision tower")
+    check_supported("images", engine_config)
+    if vision is None:
+        raise ValueError(f"{model_config.architecture} takes no images: it has no vision tower")
     if len(images) > MAX_IMAGES:
         raise ValueError(f"a prompt has at most {MAX_IMAGES} images, got {len(images)}")
-    config: VisionConfig = assembly.vision.config
+    config: VisionConfig = vision.config
     prompt_ids = expand_placeholders(prompt_ids, len(images), config)
-    if len(prompt_ids) >= (assembly.config.context_len or 0):
+    if len(prompt_ids) >= (engine_config.context_len or 0):
         raise ValueError(
             f"the prompt has {len(prompt_ids)} tokens with its images; the context has "
-            f"{assembly.config.context_len}"
+            f"{engine_config.context_len}"
         )
-    return prompt_ids, image_embeds(prompt_ids, [pixels_of(image, config) for image in images], assembly)
+    return prompt_ids, image_embeds(prompt_ids, [pixels_of(image, config) for image in images], vision)
 
 
 # --8<-- [start:expand-placeholders]
@@ -88,12 +92,10 @@ def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionCo
 
 
 # --8<-- [start:image-embeds]
-def image_embeds(
-    prompt_ids: list[int], images: Sequence[torch.Tensor], assembly: EngineFacts
-) -> PromptEmbeds:
+def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], vision: Any) -> PromptEmbeds:
     """The `PromptEmbeds` of images, each uint8 [3, image_size, image_size]. prompt_ids
     have num_tokens placeholders for each."""
-    vision, key_ids = assembly.vision, list(prompt_ids)
+    key_ids = list(prompt_ids)
     is_image = torch.tensor(prompt_ids) == vision.config.image_token_id
     positions = is_image.nonzero()[:, 0]
     if len(positions) != len(images) * vision.config.num_tokens:
@@ -108,13 +110,13 @@ def image_embeds(
     # --8<-- [end:image-embeds]
 
 
-def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: EngineFacts) -> PromptEmbeds:
+def received_images(prompt_ids: list[int], images: Sequence[bytes], vision: Any) -> PromptEmbeds:
     """`image_embeds` of the bytes in which the engine's process receives the results of `pixels_of`."""
-    if assembly.vision is None:
+    if vision is None:
         raise ValueError("this engine takes no images")
-    size = assembly.vision.config.image_size
+    size = vision.config.image_size
     pixels = [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(3, size, size) for each in images]
-    return image_embeds(prompt_ids, pixels, assembly)
+    return image_embeds(prompt_ids, pixels, vision)
 
 
 def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:

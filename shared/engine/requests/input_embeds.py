@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
+from diptych.shared.config import EngineConfig
 from diptych.shared.types import PromptEmbeds, SamplingParams
-
-if TYPE_CHECKING:
-    from diptych.shared.config import EngineConfig, ModelConfig
 
 PLACEHOLDER = 0
 """The placeholder token id of a position whose row is given."""
@@ -28,19 +26,6 @@ WORKS_WITH: tuple[tuple[str, Any], ...] = (
     ("pp", 1),
     ("dp", 1),
 )
-
-
-class EngineFacts(Protocol):
-    """The fields of an Assembly that prompts of rows need."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-    @property
-    def model_config(self) -> ModelConfig: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def vision(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -58,11 +43,12 @@ def check_supported(what: str, config: EngineConfig) -> None:
             raise ValueError(f"{what} work with {name}={only!r} alone; this engine has {name}={value!r}")
 
 
-def embeds_prompt(rows: Any, params: SamplingParams, assembly: EngineFacts) -> tuple[list[int], PromptEmbeds]:
+def embeds_prompt(
+    rows: Any, params: SamplingParams, config: EngineConfig, hidden_size: int, dtype: torch.dtype
+) -> tuple[list[int], PromptEmbeds]:
     """Token ids (placeholders) and rows of a prompt. Raises `ValueError` for anything but a finite tensor
     [num_tokens, hidden_size] of a floating dtype that fits the context, for parameters that need token ids,
     and if the engine takes token ids only."""
-    config, hidden_size, dtype = assembly.config, assembly.model_config.hidden_size, assembly.dtype
     check_supported("input_embeds", config)
     if params.logprob_start_len >= 0:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""What a prompt may be, and how many prompts a call has."""
+"""What a prompt may be, how many prompts a call has, and the token ids of each."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from diptych.shared.engine.requests.images import ImagesPrompt
-from diptych.shared.engine.requests.input_embeds import EmbedsPrompt
-from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.requests.images import ImagesPrompt, images_prompt
+from diptych.shared.engine.requests.input_embeds import EmbedsPrompt, embeds_prompt
+from diptych.shared.types import PromptEmbeds, SamplingParams
 
 Prompt = str | list[int] | EmbedsPrompt | ImagesPrompt
 WHOLE_PROMPTS = (str, EmbedsPrompt, ImagesPrompt)
@@ -27,26 +28,31 @@ def prompt_list(prompts: Any) -> tuple[list[Prompt], bool]:
     return list(prompts), False
 
 
-def plain_prompt_ids(prompt: Any, tokenizer: Tokenizer | None, context_len: int) -> list[int]:
-    """Token ids of a text or of a list of token ids. Raises `ValueError` for anything else, and for a text
-    that is too long to be tokenized."""
+def encode_prompt(
+    prompt: Any, params: SamplingParams, assembly: Assembly
+) -> tuple[list[int], PromptEmbeds | None]:
+    """Token ids of a prompt, and the rows that replace some of them. Raises `ValueError` for what is no
+    prompt, for what the engine does not take, and for a text that is too long to be tokenized."""
+    tokenizer, config = assembly.tokenizer, assembly.config
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: give the prompt as token ids")
-        longest = max_prompt_chars(tokenizer, context_len)
+        context_len = config.context_len or 0
+        longest = context_len * tokenizer.max_token_bytes
         if len(prompt) > longest:  # refused before it is tokenized
             raise ValueError(
                 f"the prompt has {len(prompt)} characters; the context of {context_len} tokens holds at most "
                 f"{longest}"
             )
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt), None
+    if isinstance(prompt, EmbedsPrompt):
+        hidden_size = assembly.model_config.hidden_size
+        return embeds_prompt(prompt.rows, params, config, hidden_size, assembly.dtype)
+    if isinstance(prompt, ImagesPrompt):
+        prompt_ids, _ = encode_prompt(prompt.prompt, params, assembly)
+        return images_prompt(prompt_ids, prompt.images, config, assembly.model_config, assembly.vision)
     if not isinstance(prompt, (list, tuple)) or not set(map(type, prompt)) <= {int}:
         raise ValueError(
             f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
         )
-    return list(prompt)
-
-
-def max_prompt_chars(tokenizer: Tokenizer, context_len: int) -> int:
-    """No longer text can fit the context."""
-    return context_len * tokenizer.max_token_bytes
+    return list(prompt), None
