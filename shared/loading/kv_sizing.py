@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -66,6 +68,13 @@ def num_rows(config: EngineConfig) -> int:
     return 2 * (config.max_running_requests + 1)
 
 
+def check_row_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise `ValueError` if the rows of req_to_token are larger than the free memory. Other tables have a row
+    for each running request too, and shorter ones."""
+    num_bytes = (num_rows(config) + 1) * (config.context_len or 0) * torch.int32.itemsize
+    check_memory(f"a table for max_running_requests={config.max_running_requests}", num_bytes, device)
+
+
 def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
     """The slots that a request takes behind its committed ones while it speculates: for drafting, then for
     the tree. A row of req_to_token is longer than the context by this number."""
@@ -97,6 +106,18 @@ def check_memory(what: str, num_bytes: int, device: torch.device) -> None:
             f"{what} needs {num_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on this "
             f"{'GPU' if is_gpu else 'computer'}"
         )
+
+
+@contextlib.contextmanager
+def must_fit(what: str) -> Iterator[None]:
+    """In this block a failed allocation, of a size that no check has counted, raises `ValueError`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).partition("\n")[0]
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in text:
+            raise
+        raise ValueError(f"{what} does not fit into memory: {text}") from error
 
 
 def plan_memory(

@@ -58,3 +58,30 @@ def test_memory_is_printed_row_by_row(capfd: pytest.CaptureFixture[str]) -> None
     print_memory(memory)
     rows = [line.split() for line in capfd.readouterr().err.splitlines()]
     assert rows == [["weights", "1.5", "GB"], ["KV", "cache", "20", "GB"]]
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_loras_per_batch": 2}, {"speculative": "ngram"}], ids=str)
+def test_a_number_of_requests_that_does_not_fit_is_named(flags: dict[str, Any]) -> None:
+    config = EngineConfig(device="cpu", max_running_requests=10**9, **flags)
+    with pytest.raises(ValueError, match=r"^a table for max_running_requests=1000000000 needs 16384.0 GB, "):
+        assemble(config)
+
+
+def test_an_allocation_that_fails_names_the_model() -> None:
+    class TooLarge:
+        def __init__(self, *_: object) -> None:
+            torch.empty(2**62, dtype=torch.uint8)
+
+    config = EngineConfig(device="cpu", max_total_tokens=64)
+    with pytest.raises(ValueError, match="^tiny-dense does not fit into memory: .*allocate") as raised:
+        assemble(config, replace={"schedule_policy": TooLarge})
+    assert "\n" not in str(raised.value)
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    class Broken:
+        def __init__(self, *_: object) -> None:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="^on purpose$"):
+        assemble(EngineConfig(device="cpu", max_total_tokens=64), replace={"schedule_policy": Broken})

@@ -90,7 +90,7 @@ def test_a_rank_holds_its_part_alone(folders: dict[str, str]) -> None:
 def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diptych.shared.engine.build import assembly as module
+    from diptych.shared.engine.build import pools as module
 
     plan = module.plan_memory
 

@@ -29,7 +29,7 @@ from diptych.shared.interfaces import (
     SchedulerParts,
     TokenToKVPool,
 )
-from diptych.shared.loading.kv_sizing import MemoryPlan, free_gpu_memory
+from diptych.shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, must_fit
 from diptych.shared.loading.load_model import load_model
 from diptych.shared.modeling.forward import attention_layers
 from diptych.shared.modeling.kv_pool import attention_component
@@ -97,16 +97,17 @@ def assemble(
     if plan.ranks is not None:  # a group's first collective may take memory
         warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1)
     free_before = free_gpu_memory(plan.device)
-    model = load_model(
-        plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks
-    )
-    extras = features.beside_model(model)
-    phases.end("weights")
-    pools = make_pools(plan, features, model, extras, free_before)
-    parts = make_parts(plan, features, model, extras, pools, clock)
-    phases.end("pools")
-    parts.model_runner.prepare(plan.config, parts.sampler, parts.num_token_ids)
-    phases.end("kernels and graphs")
+    with must_fit(plan.config.model):
+        model = load_model(
+            plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks
+        )
+        extras = features.beside_model(model)
+        phases.end("weights")
+        pools = make_pools(plan, features, model, extras, free_before)
+        parts = make_parts(plan, features, model, extras, pools, clock)
+        phases.end("pools")
+        parts.model_runner.prepare(plan.config, parts.sampler, parts.num_token_ids)
+        phases.end("kernels and graphs")
     scheduler = features.component("scheduler")(plan.config, plan.model_config, parts)
     eos_token_ids = plan.model_config.eos_token_ids
     if plan.tokenizer is not None:

@@ -15,6 +15,7 @@ from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.engine.build.settings import dtype_of, load_tokenizer, resolve_config
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
+from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
@@ -80,6 +81,7 @@ def make_plan(
     given = {**_load_user_components(selection), **(given or {})}
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
+    check_row_memory(config, device)
     kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
     return Plan(
         config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales, ranks,

@@ -17,7 +17,6 @@ from diptych.shared.interfaces import (
 )
 from diptych.shared.loading.kv_sizing import (
     MemoryPlan,
-    check_memory,
     free_gpu_memory,
     num_rows,
     num_speculative_slots,
@@ -45,10 +44,6 @@ def make_pools(plan: Plan, features: Features, model: CausalLM, extras: Extras, 
     pools = features.component("memory_pool")
     assert config.context_len is not None
     row_len = config.context_len + num_speculative_slots(config, drafter)
-    num_row_bytes = (num_rows(config) + 1) * row_len * torch.int32.itemsize
-    check_memory(
-        f"req_to_token (max_running_requests={config.max_running_requests})", num_row_bytes, plan.device
-    )
     req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, plan.device)
     allocator = pools.TokenToKVPoolAllocator(memory.num_tokens, config.page_size, plan.device)
     kv_pool = make_kv_pool(plan, features, memory.num_tokens)
