@@ -73,7 +73,7 @@ def test_an_allocation_that_fails_names_the_model() -> None:
             torch.empty(2**62, dtype=torch.uint8)
 
     config = EngineConfig(device="cpu", max_total_tokens=64)
-    with pytest.raises(ValueError, match="^tiny-dense does not fit into memory: .*allocate") as raised:
+    with pytest.raises(ValueError, match=r"^tiny-dense does not fit into memory: .*allocate") as raised:
         assemble(config, replace={"schedule_policy": TooLarge})
     assert "\n" not in str(raised.value)
 
@@ -83,5 +83,5 @@ def test_other_errors_stay_as_they_are() -> None:
         def __init__(self, *_: object) -> None:
             raise RuntimeError("on purpose")
 
-    with pytest.raises(RuntimeError, match="^on purpose$"):
+    with pytest.raises(RuntimeError, match=r"^on purpose$"):
         assemble(EngineConfig(device="cpu", max_total_tokens=64), replace={"schedule_policy": Broken})
