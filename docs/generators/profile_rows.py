@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from docs.generators.step_rows import Results, Rows, percent
 
 if TYPE_CHECKING:
-    from diptych.shared.config import ModelConfig, read_config
+    from diptych.shared.config import ModelConfig
 
 PARTS = {
     "attention": ("_decode_kernel", "_fp8_decode_kernel"),
@@ -108,6 +108,7 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
 
 
 def config_of(step: dict[str, Any]) -> ModelConfig:
+    from diptych.shared.config import read_config
     from diptych.shared.loading.model_path import resolve_model_path
 
     return read_config(resolve_model_path(step["model"], "dummy"))

@@ -215,11 +215,8 @@ def test_trees_are_captured_as_far_as_their_nodes_are_few() -> None:
 
 
 def test_hidden_states_come_out_of_graphs_too() -> None:
-    class Watched(FakeGraphsRunner):
-        capture_hidden = (1, 0)
-
-    session = PreparedSession(Watched, model_for(), FEW)
-    plain = PreparedSession(Watched, model_for(), FEW, graphs=False)
+    session = PreparedSession(FakeGraphsRunner, model_for(), FEW, capture_hidden=(1, 0))
+    plain = PreparedSession(FakeGraphsRunner, model_for(), FEW, graphs=False, capture_hidden=(1, 0))
     session.prefill(FEW)
     plain.prefill(FEW)
     for number, new_ids in enumerate(FEW.steps()):

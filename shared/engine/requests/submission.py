@@ -56,13 +56,13 @@ class Submission:
         self.diffusion = diffusion
         self.is_pooling = is_pooling
 
-    # --8<-- [start:make-req]
     def req(self, rid: str, seed: int) -> Req:
         """The request of one sample, as the scheduler takes it."""
         adapter = None if self.lora is None else adapters_of(self.assembly.lora).get(self.lora)
         namespace: Any = self.extra_key
         if adapter is not None or self.diffusion is not None:
             namespace = cache_namespace(self.extra_key, adapter, self.diffusion)
+        # --8<-- [start:make-req]
         req = Req(
             rid=rid,
             origin_input_ids=self.prompt_ids,
@@ -78,11 +78,10 @@ class Submission:
             embeds=self.embeds,
             is_pooling=self.is_pooling,
         )
+        # --8<-- [end:make-req]
         if self.compiled is not None:
             req.grammar = self.assembly.grammars.grammar_for(req, self.compiled.result())
         return req
-
-    # --8<-- [end:make-req]
 
     def detokenizer(self) -> Detokenizer | None:
         if self.assembly.tokenizer is None:
