@@ -85,9 +85,11 @@ class FlexAttention(interface.AttentionBackend):
     def plan(self, forward_batch: ForwardBatch) -> FlexPlan:
         batch, device = forward_batch, self.kv_pool.device
         lens, seq_lens = batch.extend_seq_lens, batch.seq_lens
-        requests = torch.repeat_interleave(torch.arange(len(lens), device=device), lens)
+        requests = torch.repeat_interleave(
+            torch.arange(len(lens), device=device), lens, output_size=batch.num_tokens
+        )
         numbers = torch.arange(batch.num_tokens, device=device) - batch.extend_start_loc[requests]
-        positions = torch.arange(max(seq_lens.tolist(), default=0), device=device)
+        positions = torch.arange(max(batch.seq_lens_cpu, default=0), device=device)
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : len(positions)]
         is_key = positions < seq_lens[:, None]
         max_queries = max(batch.extend_seq_lens_cpu, default=0)
@@ -155,7 +157,7 @@ def _attend(device_type: str) -> Callable[..., Any]:
 
 def _visible(batch: ForwardBatch, max_queries: int, max_keys: int) -> torch.Tensor | None:
     """The mask of the batch, padded per request."""
-    shapes = list(zip(batch.extend_seq_lens_cpu, batch.seq_lens.tolist()))
+    shapes = list(zip(batch.extend_seq_lens_cpu, batch.seq_lens_cpu))
     if batch.custom_mask is not None:
         flat = batch.custom_mask.split([n * m for n, m in shapes])
         blocks = [block.view(shape) for block, shape in zip(flat, shapes)]

@@ -27,6 +27,11 @@ def attention_backends() -> list[str]:
     return sorted(name for name in by_target.values() if name != "reference")
 
 
+def graph_backends() -> list[str]:
+    """Those whose decode steps are replayed."""
+    return [name for name in attention_backends() if name != "flex_attention"]
+
+
 def with_attention(backend: str | None) -> dict[str, Any]:
     return {"use": {"attention": backend}} if backend is not None else {}
 

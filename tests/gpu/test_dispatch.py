@@ -15,14 +15,14 @@ from diptych.shared.tools.conformance.whole_engine.switches import prompts
 from diptych.shared.types import SamplingParams
 from tests.dispatch_recorder import DispatchRecord
 
-from .harness import MODELS, attention_backends, optimized
+from .harness import MODELS, graph_backends, optimized
 
 pytestmark = pytest.mark.gpu
 
 PARAMS = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.9, ignore_eos=True, seed=1)
 
 
-@pytest.mark.parametrize("backend", attention_backends())
+@pytest.mark.parametrize("backend", graph_backends())
 @pytest.mark.parametrize("model", MODELS)
 def test_the_optimized_components_did_the_work(model: str, backend: str) -> None:
     llm = optimized(model, backend)

@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.diff.recorder import SAMPLED_IDS
 from diptych.shared.tools.conformance.whole_engine.switches import prompts
 from diptych.shared.types import SamplingParams
 
-from .harness import MODELS, attention_backends, name_of, optimized, reference
+from .harness import MODELS, attention_backends, graph_backends, name_of, optimized, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_bfloat16_is_close(model: str, backend: str, flags: dict[str, Any]) -> N
     assert len(outcome.near_ties) - num_tokens_part <= num_choices // 20
 
 
-@pytest.mark.parametrize("backend", attention_backends())
+@pytest.mark.parametrize("backend", graph_backends())
 def test_replayed_steps_are_close_too(backend: str) -> None:
     """With graphs on, logits and tokens of a decode step are compared. A mixture of experts is excluded: a
     router's near tie inside a graph is not recorded, and logits then differ by any amount. For both models
