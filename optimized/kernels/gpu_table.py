@@ -6,8 +6,8 @@
      "quantized": {"6144 x 4096 int4 ...": {"1": ["gemv", 4, 4, 1, 1], "64": ["gemm", 64, 64, 64, 6, 4],
                                              "128": ["cublas"]}}}
 
-`moe_tiles`, `linear_choice` and `quantized_choice` read it, and have a rule for GPUs and shapes that were not
-measured.
+It stores measurements and decides nothing. `linear/linear_choice.py`, `linear/quantized_choice.py` and
+`moe/moe_tiles.py` decide, each for its kernels: by this table, or by a rule for what was not measured.
 """
 
 from __future__ import annotations

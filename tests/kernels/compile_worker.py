@@ -21,8 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from diptych.optimized.kernels import portable
-from diptych.optimized.kernels.attention import carveout
+from diptych.optimized.kernels import carveout, portable
 from diptych.optimized.kernels.portable import Gpu
 
 KB = 1024

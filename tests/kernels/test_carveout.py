@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.attention import carveout
+from diptych.optimized.kernels import carveout
 from diptych.optimized.kernels.linear import cta_gemv, warp_gemv
 from diptych.optimized.kernels.portable import Gpu
 from diptych.shared.tools.conformance.clauses.device import check_device

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import from_pool, kernel_view, to_pool
 from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store
-from diptych.optimized.kernels.linear.fp8 import from_pool, kernel_view, to_pool
 from diptych.shared.modeling.kv_pool import to_fp8
 from diptych.shared.tools.conformance.clauses.compare import expect_equal
 from diptych.shared.tools.conformance.clauses.device import check_device

@@ -1,1 +1,1 @@
-"""Kernels of attention, of its KV pool and of the rotary embedding before it."""
+"""Kernels of attention, of its KV pool (FP8 included), and of the norm and rotation before it."""

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, first_visible, scores_of, slots_at
 from diptych.optimized.kernels.attention.split_kv import (
     finish,
@@ -30,7 +31,6 @@ from diptych.optimized.kernels.attention.split_kv import (
     split_workspace,
     store_partial,
 )
-from diptych.optimized.kernels.linear.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.portable import Gpu, gpu_of, pdl_options
 
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.attention.paged_softmax import (
     LOG2_E,
     accumulate,
@@ -27,7 +28,6 @@ from diptych.optimized.kernels.attention.paged_softmax import (
     scores_of,
     slots_at,
 )
-from diptych.optimized.kernels.linear.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
 

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.attention.carveout import prefer_l1
 from diptych.optimized.kernels.attention.decode_attention import keys_of
 from diptych.optimized.kernels.attention.fp8_tiles import (
     HEAD_DIM,
@@ -38,6 +37,7 @@ from diptych.optimized.kernels.attention.split_kv import (
     split_workspace,
     store_partial,
 )
+from diptych.optimized.kernels.carveout import prefer_l1
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, where_flag
 
 MAX_GROUP = 8

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.attention.paged_softmax import capped, slots_at
-from diptych.optimized.kernels.linear.warp_mma import (
+from diptych.optimized.kernels.portable import INTERPRETED, largest_or_nan
+from diptych.optimized.kernels.warp_mma import (
     e4m3_byte,
     float16_words,
     four,
@@ -23,7 +24,6 @@ from diptych.optimized.kernels.linear.warp_mma import (
     transposed,
     widened_e4m3_words,
 )
-from diptych.optimized.kernels.portable import INTERPRETED, largest_or_nan
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 HEAD_DIM: tl.constexpr = tl.constexpr(128)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import from_pool, kernel_view
 from diptych.optimized.kernels.attention.mla_small_batch import merge_and_project
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, capped, dot, slots_at
 from diptych.optimized.kernels.attention.split_kv import (
@@ -29,7 +30,6 @@ from diptych.optimized.kernels.attention.split_kv import (
     split_workspace,
     store_partial,
 )
-from diptych.optimized.kernels.linear.fp8 import from_pool, kernel_view
 from diptych.optimized.kernels.portable import Gpu, gpu_of, pdl_options
 
 MAX_GROUP = 16

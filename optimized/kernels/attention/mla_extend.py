@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import kernel_view
 from diptych.optimized.kernels.attention.mla_decode import (
     latent_scores,
     load_query,
@@ -23,7 +24,6 @@ from diptych.optimized.kernels.attention.mla_decode import (
     tile_of,
 )
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, slots_at
-from diptych.optimized.kernels.linear.fp8 import kernel_view
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, rounded
 
 

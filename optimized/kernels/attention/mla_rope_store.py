@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.linear.fp8 import kernel_view, to_pool
+from diptych.optimized.kernels.attention.fp8 import kernel_view, to_pool
 from diptych.optimized.kernels.portable import pdl_options
 
 HEADS = 16

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.linear.fp8 import kernel_view, to_pool
+from diptych.optimized.kernels.attention.fp8 import kernel_view, to_pool
 from diptych.optimized.kernels.portable import interpreted_rows, pdl_options
 from diptych.shared.types.attention import KVScales
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.attention.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.attention.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from diptych.optimized.kernels.attention.split_kv import num_split_ctas
-from diptych.optimized.kernels.linear.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, rounded
 
 MAX_PARTS = 32

@@ -1,1 +1,1 @@
-"""Kernels over several GPUs."""
+"""Sums over the GPUs of one computer."""

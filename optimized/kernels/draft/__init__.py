@@ -1,1 +1,1 @@
-"""Kernels of draft trees: selection, masks, acceptance."""
+"""Kernels of draft trees: beams, choice, links, masks, acceptance."""

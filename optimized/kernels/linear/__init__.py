@@ -1,1 +1,1 @@
-"""GEMM, GEMV and norms, in 16 bits and quantized, and the choice among them."""
+"""GEMM, GEMV, LoRA, norms and activations, in 16 bits and quantized, and the choice among them."""

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.attention.carveout import prefer_l1
+from diptych.optimized.kernels.carveout import prefer_l1
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded, widened
 
 MAX_ROWS = 65536
@@ -164,14 +164,3 @@ def can_compute(x: torch.Tensor, weight: torch.Tensor) -> bool:
     powers of two."""
     size = x.shape[1]
     return len(x) == 1 and len(weight) <= MAX_ROWS and size % 512 == 0 and size // (size & -size) <= 16
-
-
-def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this kernel was faster than warp_gemv: for GEMMs of Qwen3-8B, Llama-3.1-8B and Qwen3-14B whose
-    rows have the length of a hidden state, except 8B's gate and up, and for O of Qwen3-30B-A3B."""
-    rows, size = weight.shape
-    if len(x) != 1 or x.element_size() != 2 or rows > MAX_ROWS:
-        return False
-    if size == 5120:
-        return rows >= size
-    return size == 4096 and (rows >= 28672 if gated else 2048 <= rows <= 2 * size)

@@ -41,7 +41,7 @@ def rule(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
     num_tokens, size = x.shape
     is_short = size <= 3072
     if num_tokens == 1 or (num_tokens <= MAX_GEMV_TOKENS and is_short):
-        return "cta_gemv" if cta_gemv.suits(x, weight, gated) else "warp_gemv"
+        return "cta_gemv" if _suits_cta_gemv(x, weight, gated) else "warp_gemv"
     if x.dtype not in HALF_TYPES:
         return "cublas"
     if not suits_tiles(x, weight):  # for example routers
@@ -66,11 +66,6 @@ def candidates(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> li
     return found
 
 
-def suits_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    is_usual = x.dtype in HALF_TYPES and 1024 <= len(weight) <= cta_gemv.MAX_ROWS
-    return is_usual and tiled_gemm.has_descriptors(x, weight)
-
-
 def shape_name(shape: tuple[int, ...], gated: bool) -> str:
     return f"{shape[0]} x {shape[1]}{' gated' if gated else ''}"
 
@@ -80,6 +75,22 @@ def describe(device: torch.device) -> str:
     gpu = torch.cuda.get_device_name(device)
     count = len(gpu_table.read(gpu).linear)
     return f"{count} shapes of linear layers" if count else "linear layers by the rule of the H200"
+
+
+def _suits_cta_gemv(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
+    """Whether it was faster than warp_gemv: for GEMMs of Qwen3-8B, Llama-3.1-8B and Qwen3-14B whose
+    rows have the length of a hidden state, except 8B's gate and up, and for O of Qwen3-30B-A3B."""
+    rows, size = weight.shape
+    if len(x) != 1 or x.element_size() != 2 or rows > cta_gemv.MAX_ROWS:
+        return False
+    if size == 5120:
+        return rows >= size
+    return size == 4096 and (rows >= 28672 if gated else 2048 <= rows <= 2 * size)
+
+
+def suits_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_usual = x.dtype in HALF_TYPES and 1024 <= len(weight) <= cta_gemv.MAX_ROWS
+    return is_usual and tiled_gemm.has_descriptors(x, weight)
 
 
 @cache

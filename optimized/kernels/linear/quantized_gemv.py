@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.attention.carveout import prefer_l1
+from diptych.optimized.kernels.carveout import prefer_l1
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, has_fp8
 from diptych.optimized.kernels.linear.quantized_values import widened_e4m3
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.attention.carveout import prefer_l1
+from diptych.optimized.kernels.carveout import prefer_l1
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened
 
 

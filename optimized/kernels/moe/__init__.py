@@ -1,1 +1,1 @@
-"""Kernels of mixture of experts: routing, alignment, GEMMs, combination."""
+"""Kernels of mixture of experts: routing, sorting, GEMM, GEMV, sum, and the choice of tiles."""

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.linear.warp_mma import four
 from diptych.optimized.kernels.moe.moe_act import bias_of, gated
 from diptych.optimized.kernels.moe.moe_quantized_gemm import ExpertWeights
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
+from diptych.optimized.kernels.warp_mma import four
 from diptych.shared.types.quant_scheme import MXFP4_GROUP
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

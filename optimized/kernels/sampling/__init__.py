@@ -1,1 +1,1 @@
-"""Kernels of the sampler."""
+"""Kernels of the sampler, and top tokens for drafts."""
