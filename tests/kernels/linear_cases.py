@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,6 +17,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
+from tests.changed_modules import Change, changed
 
 EPS = 1e-2
 """As large as the squares of the rows below are on average: forgetting it shows."""
@@ -101,25 +99,10 @@ class Mutant(NamedTuple):
     case: Case
 
 
-def with_bug(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """A copy of a module of kernels in which `old` is `new`."""
-    source = importlib.import_module(f"diptych.optimized.kernels.linear.{kernel}")
-    text = Path(str(source.__file__)).read_text("utf-8")
-    assert old in text
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(old, new), "utf-8")
-    spec = importlib.util.spec_from_file_location(f"mutant_of_{tmp_path.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check passes with the kernel as it is, and fails with the bug in it."""
-    module = with_bug(mutant.kernel, mutant.old, mutant.new, monkeypatch, tmp_path)
+    entry = f"optimized.kernels.linear.{mutant.kernel}"
+    module = changed(entry, Change(entry, mutant.old, mutant.new))
     case = replace(mutant.case, dtype=torch.bfloat16)
     run(mutant.check, case, monkeypatch)
     monkeypatch.setattr(small_batch_linear, mutant.kernel, getattr(module, mutant.kernel))

@@ -10,11 +10,13 @@ import torch
 
 from diptych.optimized.attention.triton import TritonAttention
 from diptych.shared.interfaces import AttentionBackend
-from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_close
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.poison import poisoned_allocations
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from tests.changed_modules import Change, changed
+from tests.conformance.mutants.optimized_attention import FEW_CTAS
 from tests.kernels.fast_grid import fast_grid
 
 LENGTHS = (1, 300, 5, 64, 65, 128, 129, 2)
@@ -163,3 +165,21 @@ def test_one_graph_serves_steps_of_all_lengths() -> None:
         return replay
 
     steps_of_one_plan(batch, run)
+
+
+BUGS = {
+    "the counter is not reset": ("tl.store(counter_ptr, 0)", "pass"),
+    "the sink counts in each part": (
+        "total * rescale + weight * factor",
+        "total * rescale + weight * factor + tl.where(weight > 0,"
+        " tl.exp2(tl.load(sinks_ptr + offs_g[:, None]) * LOG2_E - base), 0.0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs(bug: str) -> None:
+    """The contract has no sinks of requests that are long enough to be split, and no second step of them."""
+    change = Change("optimized.kernels.attention.split_kv", *BUGS[bug])
+    with pytest.raises(Mismatch, match="output of step"):
+        expect_steps(changed("optimized.attention.triton", FEW_CTAS, change).TritonAttention)

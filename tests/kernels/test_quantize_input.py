@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,7 +16,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import HALF_TYPES, Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import amid_poison
 from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
-from tests.kernels.linear_cases import with_bug
+from tests.changed_modules import Change, changed
 
 
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
@@ -82,8 +81,9 @@ BUGS = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kind, old, new = BUGS[name]
-    module = with_bug("quantize_input", old, new, monkeypatch, tmp_path)
+def test_planted_bugs(name: str) -> None:
+    kind, *words = BUGS[name]
+    entry = "optimized.kernels.linear.quantize_input"
+    module = changed(entry, Change(entry, *words))
     with pytest.raises(Mismatch):
         check_codes(module, kind, torch.bfloat16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -30,7 +29,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
-from tests.kernels.linear_cases import with_bug
+from tests.changed_modules import Change, changed
 
 HALF = torch.bfloat16
 
@@ -230,8 +229,9 @@ SPLIT_K_BUGS = {
 
 
 @pytest.mark.parametrize("name", SPLIT_K_BUGS)
-def test_planted_bugs_of_split_k(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = with_bug("quantized_gemm", *SPLIT_K_BUGS[name], monkeypatch, tmp_path)
+def test_planted_bugs_of_split_k(name: str) -> None:
+    entry = "optimized.kernels.linear.quantized_gemm"
+    module = changed(entry, Change(entry, *SPLIT_K_BUGS[name]))
     with pytest.raises((Mismatch, AssertionError)):
         check_split_k(module, "fp8 token", 3)
 

@@ -26,33 +26,34 @@ from diptych.shared.tools.conformance.oracles.sampling_oracle import (
     make_info,
 )
 from diptych.shared.types import SampleOutput, SamplingBatchInfo
-from tests.conformance.mutants import Mutant, optimized_sampling
+from tests.changed_modules import Change, changed
 from tests.kernels.fast_grid import fast_grid
-from tests.kernels.sampling_variants import Change, Variant, variant
 
 # The interpreter is numpy, which warns of what IEEE arithmetic defines: inf - inf, log 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 INF = math.inf
 SMALL, LARGE = (1, 2, 63, 1000, 1871), (4097, 5003, 9001)
+
+
+def change(file: str, before: str, after: str) -> Change:
+    return Change(f"optimized.kernels.sampling.sampling_{file}", before, after)
+
+
 SLOW_WAYS = {
     "all noise again in float64": (
-        Change("noise", "MARGIN = tl.constexpr(6e-5)", "MARGIN = tl.constexpr(1e9)"),
+        change("noise", "MARGIN = tl.constexpr(6e-5)", "MARGIN = tl.constexpr(1e9)"),
     ),
     "all sums again in float64": (
-        Change("walk", "EPSILON = tl.constexpr(2e-5)", "EPSILON = tl.constexpr(2.0)"),
+        change("walk", "EPSILON = tl.constexpr(2e-5)", "EPSILON = tl.constexpr(2.0)"),
     ),
     "nothing is gathered": (
-        Change("gather", "MAX_GROUPS = tl.constexpr(1024)", "MAX_GROUPS = tl.constexpr(0)"),
+        change("gather", "MAX_GROUPS = tl.constexpr(1024)", "MAX_GROUPS = tl.constexpr(0)"),
     ),
-    "buffers overflow": (Change("gather", "CAPACITY = tl.constexpr(2048)", "CAPACITY = tl.constexpr(1)"),),
-    "every row has a best score": (Change("scan", "MAX_TOP_K = 1024", "MAX_TOP_K = 0"),),
-    "small vocabularies as large ones": (Change("small", "MAX_VOCAB_SIZE = 4096", "MAX_VOCAB_SIZE = 0"),),
+    "buffers overflow": (change("gather", "CAPACITY = tl.constexpr(2048)", "CAPACITY = tl.constexpr(1)"),),
+    "every row has a best score": (change("scan", "MAX_TOP_K = 1024", "MAX_TOP_K = 0"),),
+    "small vocabularies as large ones": (change("small", "MAX_VOCAB_SIZE = 4096", "MAX_VOCAB_SIZE = 0"),),
 }
-
-
-def planted() -> list[Mutant]:
-    return [value for value in vars(optimized_sampling).values() if isinstance(value, Mutant)]
 
 
 def random_info(num_rows: int, vocab_size: int, seed: int = 0, **more: object) -> SamplingBatchInfo:
@@ -149,12 +150,12 @@ def test_hard_rows_of_all_kinds(vocab_size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("way", SLOW_WAYS)
 def test_ways_that_are_seldom_taken_lead_to_the_same_tokens(way: str) -> None:
-    changed = variant(*SLOW_WAYS[way]).sampler.Sampler
+    impl = changed("optimized.sampler", *SLOW_WAYS[way]).Sampler
     for vocab_size in (63, 4097) if way.startswith("small") else (4097,):
         logits = hard_logits(18, vocab_size, seed=3)
         positions = torch.arange(18, device=check_device())
         info = random_info(18, vocab_size, seed=4, return_logprob=True, num_top_logprobs=3)
-        found, expected = expect_same_tokens(changed, logits, info, positions)
+        found, expected = expect_same_tokens(impl, logits, info, positions)
         good = torch.arange(18, device=logits.device) % 9 != 7
         expect_equal("top_ids", found.logprobs.top_ids[good], expected.logprobs.top_ids[good])
 
@@ -316,17 +317,6 @@ def test_a_row_beside_one_that_asks_for_thousands_of_tokens() -> None:
     expect_equal("of tokens", many.logprobs.token_logprobs, few.logprobs.token_logprobs)
     expect_equal("of the best", many.logprobs.top_logprobs[:, :3], few.logprobs.top_logprobs)
     expect_equal("their ids", many.logprobs.top_ids[:, :3], few.logprobs.top_ids)
-
-
-@pytest.mark.parametrize("mutant", planted(), ids=lambda mutant: mutant.name)
-def test_planted_bugs_can_be_planted(mutant: Mutant) -> None:
-    """Their words still occur in the source, so that what catches them is a clause and no import error."""
-    assert variant(*mutant.impl.changes).sampler.Sampler
-
-
-def test_an_unchanged_copy_is_right() -> None:
-    logits = hard_logits(9, 4500)
-    expect_same_tokens(Variant, logits, random_info(9, 4500), torch.arange(9, device=logits.device))
 
 
 @pytest.mark.gpu

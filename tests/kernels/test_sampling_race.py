@@ -17,9 +17,9 @@ from diptych.shared.tools.conformance.clauses.compare import expect_equal
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.types import SamplingBatchInfo
+from tests.changed_modules import changed
 from tests.kernels.fast_grid import fast_grid
-from tests.kernels.sampling_variants import Change, variant
-from tests.kernels.test_sampling import expect_same_tokens, hard_logits, plain_info
+from tests.kernels.test_sampling import change, expect_same_tokens, hard_logits, plain_info
 
 # The interpreter is numpy, which warns of what IEEE arithmetic defines: inf - inf, log 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SLACK = "SLACK, ROUNDING = tl.constexpr(1e-4)"
 WAYS = {
     "as it is": (),
-    "every part is computed": (Change("race", SLACK, "SLACK, ROUNDING = tl.constexpr(1e9)"),),
-    "no row is raced": (Change("race", '(tl.abs(scaled) < float("inf"))', "(scaled != scaled)"),),
+    "every part is computed": (change("race", SLACK, "SLACK, ROUNDING = tl.constexpr(1e9)"),),
+    "no row is raced": (change("race", '(tl.abs(scaled) < float("inf"))', "(scaled != scaled)"),),
 }
-ONE_PART = Change("race", "last = 32.0 - ", "last = -1e30 - ")
+ONE_PART = change("race", "last = 32.0 - ", "last = -1e30 - ")
 
 
 @triton.jit
@@ -84,12 +84,12 @@ def test_bounds_are_never_late() -> None:
 
 @fast_grid(way={way: way for way in WAYS}, vocab_size={str(size): size for size in (4097, 9001)})
 def test_hard_rows(way: str, vocab_size: int) -> None:
-    changed = variant(*WAYS[way]).sampler.Sampler
+    impl = changed("optimized.sampler", *WAYS[way]).Sampler
     positions = torch.arange(18, device=check_device()) * 1000
     logits = hard_logits(18, vocab_size, seed=vocab_size)
-    expect_same_tokens(changed, logits, mixed_info(18, vocab_size), positions)
+    expect_same_tokens(impl, logits, mixed_info(18, vocab_size), positions)
     offsets = Inputs(1).integers(2001, 18, 1, dtype=torch.float32) - 1000  # scaled: of any size
-    expect_same_tokens(changed, logits + offsets, mixed_info(18, vocab_size, seed=1), positions)
+    expect_same_tokens(impl, logits + offsets, mixed_info(18, vocab_size, seed=1), positions)
 
 
 @pytest.mark.parametrize("std", [1.0, 6.0])
@@ -100,7 +100,7 @@ def test_the_part_with_the_earliest_bound_is_mostly_enough(std: float) -> None:
     info, positions = plain_info(num_rows, vocab_size), torch.arange(num_rows, device=check_device())
     expected = ReferenceSampler().sample(logits, info, positions).next_token_ids
     expect_equal("ids", Sampler().sample(logits, info, positions).next_token_ids, expected)
-    first = variant(ONE_PART).sampler.Sampler().sample(logits, info, positions).next_token_ids
+    first = changed("optimized.sampler", ONE_PART).Sampler().sample(logits, info, positions).next_token_ids
     num_different = int((first != expected).sum())
     assert num_different <= 1 if std < 6.0 else 0 < num_different < 10
 

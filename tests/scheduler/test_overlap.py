@@ -22,8 +22,8 @@ from diptych.shared.tools.conformance.oracles import scheduler_harness
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 from diptych.shared.tools.conformance.oracles.schedules import random_faults, random_schedule, run_schedule
 from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
+from tests.changed_modules import Change, changed
 from tests.conformance.fast_cut import fast_clauses
-from tests.conformance.mutants.optimized_scheduler import changed
 from tests.properties import HealthCheck, given, settings, st
 
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late
@@ -234,9 +234,11 @@ def test_a_slow_device_shows_what_is_made_too_late() -> None:
     make_info = "info = self.sampling_info(batch.reqs, num_in_flight)"
     start = "def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:"
     before = f"            {make_info}\n\n            {start}\n"
-    bad = changed("pipeline", before, f"            {start}\n                {make_info}\n")
+    change = Change(
+        "optimized.overlap.pipeline", before, f"            {start}\n                {make_info}\n"
+    )
 
-    class Late(bad):
+    class Late(changed("optimized.scheduler", change).Scheduler):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             make_late(self, random.Random(1))

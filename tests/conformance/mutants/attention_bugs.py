@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from diptych.reference.attention import RequestPlan
 from diptych.shared.types import ForwardBatch
@@ -22,22 +21,6 @@ class WindowOffByOne(SteppedAttention):
     def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
         window = layer.sliding_window
         return visible_in_window(request, max(window - 1, 0) if window >= 0 else -1)
-
-
-@mutant_of("attention")
-class WindowZeroIsNone(SteppedAttention):
-    """A window of 0 is taken for no window."""
-
-    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
-        return visible_in_window(request, layer.sliding_window or -1)
-
-
-@mutant_of("attention")
-class WindowIgnoresTheMask(SteppedAttention):
-    """With a mask given, the window is forgotten."""
-
-    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
-        return visible_in_window(request, -1 if self.has_mask else layer.sliding_window)
 
 
 @mutant_of("attention")
@@ -57,61 +40,11 @@ class NoCap(SteppedAttention):
 
 
 @mutant_of("attention")
-class CapAfterMask(SteppedAttention):
-    """The soft-cap comes after the mask: -inf becomes -cap, and hidden keys take part."""
-
-    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        if layer.logit_cap > 0:
-            scores, sees = scores.masked_fill(~sees, -layer.logit_cap), torch.ones_like(sees)
-        return super().weights(scores, sees, layer)
-
-
-@mutant_of("attention")
 class ScaleFromHeadDim(SteppedAttention):
     """The scale is head_dim ** -0.5, whatever the layer says."""
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().scores(q, keys, replace(layer, scale=layer.head_dim**-0.5))
-
-
-@mutant_of("attention")
-class SinksInTheNumerator(SteppedAttention):
-    """The sink's weight counts for the first key, whose value it adds."""
-
-    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        weights = super().weights(scores, sees, layer)
-        if layer.sinks is not None:
-            weights[..., 0] += 1 - weights.sum(-1)
-        return weights
-
-
-@mutant_of("attention")
-class SinksTakeNothing(SteppedAttention):
-    """Sinks are ignored."""
-
-    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return super().weights(scores, sees, replace(layer, sinks=None))
-
-
-@mutant_of("attention")
-class SinksAreScaled(SteppedAttention):
-    """The sink's logit is scaled like a score."""
-
-    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        if layer.sinks is not None:
-            layer = replace(layer, sinks=layer.sinks * layer.scale)
-        return super().weights(scores, sees, layer)
-
-
-@mutant_of("attention")
-class OneSinkForAll(SteppedAttention):
-    """All heads of a group use their first head's sink."""
-
-    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        if layer.sinks is not None:
-            group = layer.num_qo_heads // layer.num_kv_heads
-            layer = replace(layer, sinks=layer.sinks[::group].repeat_interleave(group))
-        return super().weights(scores, sees, layer)
 
 
 @mutant_of("attention")
@@ -182,37 +115,11 @@ class TransposedTree(SteppedAttention):
 
 
 @mutant_of("attention")
-class TreeForgetsThePrefix(SteppedAttention):
-    """A tree's tokens see each other and nothing that is cached."""
-
-    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
-        sees = super().visible(request, layer)
-        query_positions, key_positions = positions_of(request)
-        return sees & (key_positions >= query_positions[:1]) if self.has_mask else sees
-
-
-@mutant_of("attention")
 class TreeIsCausal(SteppedAttention):
     """The mask is ignored: drafts see their siblings."""
 
     def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         return super().plan(replace(forward_batch, custom_mask=None))
-
-
-@mutant_of("attention")
-class OneMaskForAll(SteppedAttention):
-    """Every request reads the first one's mask."""
-
-    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
-        plans = super().plan(forward_batch)
-        if not self.has_mask:
-            return plans
-        mask = plans[0].visible
-        return [p._replace(visible=_resized(mask, *p.visible.shape)) for p in plans]
-
-
-def _resized(mask: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    return F.pad(mask, (0, num_columns - mask.shape[1], 0, num_rows - mask.shape[0]))
 
 
 @mutant_of("attention")
@@ -274,36 +181,6 @@ class IgnoresThePages(SteppedAttention):
 
 
 @mutant_of("attention")
-class PlanReadsTheValues(SteppedAttention):
-    """K and V are gathered by plan, before the new tokens' are stored."""
-
-    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
-        self.gathered = [
-            (self.kv_pool.k_buffer(i).clone(), self.kv_pool.v_buffer(i).clone())
-            for i in range(self.kv_pool.num_layers)
-        ]
-        return super().plan(forward_batch)
-
-    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
-        pool, self.kv_pool = self.kv_pool, Gathered(self.gathered)
-        try:
-            return super().run(q, layer, plan, **kv)
-        finally:
-            self.kv_pool = pool
-
-
-class Gathered:
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.layers = layers
-
-    def k_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.layers[layer_id][0]
-
-    def v_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.layers[layer_id][1]
-
-
-@mutant_of("attention")
 class OneLayerForAll(SteppedAttention):
     """Every layer reads the last layer's K and V."""
 
@@ -339,17 +216,6 @@ class OutputBufferIsReused(SteppedAttention):
 
 
 @mutant_of("attention")
-class LeavesRowsUnwritten(SteppedAttention):
-    """The last row of the output is left as the allocator gave it."""
-
-    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
-        output = super().run(q, layer, plan, **kv)
-        if len(output) > 64:
-            output[-1] = torch.empty_like(output[-1])
-        return output
-
-
-@mutant_of("attention")
 class AssumesADenseQ(SteppedAttention):
     """q is read as if its rows followed one another in memory."""
 
@@ -364,14 +230,4 @@ class RefusesPlainLayers(SteppedAttention):
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
         if layer.head_dim == 64:
             raise ValueError("head_dim 64 is not supported; supported are 128 and 256")
-        return super().run(q, layer, plan, **kv)
-
-
-@mutant_of("attention")
-class RefusesWithoutAWord(SteppedAttention):
-    """sinks are refused without saying so."""
-
-    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
-        if layer.sinks is not None:
-            raise ValueError("unsupported layer")
         return super().run(q, layer, plan, **kv)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from diptych.reference.attention import RequestPlan, TorchAttention
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("attention")
@@ -44,3 +44,10 @@ class ChunksAsWindows(TorchAttention):
         if layer.attention_chunk > 0:
             layer = replace(layer, attention_chunk=0, sliding_window=layer.attention_chunk - 1)
         return super().run(q, layer, plan, **more)
+
+
+bug = bugs_in("attention", "reference.attention:TorchAttention")
+# fmt: off
+bug("AnyNumberOfHeads", "Query heads that the KV heads do not divide are cut off.",
+    ("shared.modeling.forward", "if layer.num_qo_heads % layer.num_kv_heads != 0:",
+     "if layer.num_kv_heads < 1:"))

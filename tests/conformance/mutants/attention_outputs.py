@@ -57,35 +57,6 @@ class AddsToOut(Output):
 
 
 @mutant_of("attention")
-class LastRowOfOutUnwritten(Output):
-    """The last row of out stays as it was."""
-
-    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        out[:-1] = output[:-1]
-        return out
-
-
-@mutant_of("attention")
-class WholeTilesOfOut(Output):
-    """Rows are written by tiles of 2, the last of which reaches beyond out."""
-
-    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        num_rows = -(-len(out) // 2) * 2
-        tiles = out.as_strided((num_rows, *out.shape[1:]), out.stride())
-        tiles[len(out) :] = 0.0
-        return out.copy_(output)
-
-
-@mutant_of("attention")
-class FromTheFirstRowOfMemory(Output):
-    """out is taken for the beginning of its memory."""
-
-    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        out.as_strided(out.shape, out.stride(), storage_offset=0).copy_(output)
-        return out
-
-
-@mutant_of("attention")
 class RemembersOut(Output):
     """A run without out writes to the out of the run before."""
 
@@ -138,24 +109,6 @@ class StridesOfOut(Lenient):
 
     def takes(self, q: torch.Tensor, out: torch.Tensor) -> bool:
         return (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
-
-
-@mutant_of("attention")
-class FirstRowsOfOut(Lenient):
-    """out may have more rows than q."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        plan: Any,
-        *,
-        out: torch.Tensor | None = None,
-        **kv: Any,
-    ) -> torch.Tensor:
-        rows = out[: len(q)] if out is not None and out.dim() == 3 else out
-        output = super().run(q, layer, plan, out=rows, **kv)
-        return output if out is None or len(output) < len(out) else out
 
 
 @mutant_of("attention")

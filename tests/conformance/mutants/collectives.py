@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.reference.parallel.collectives import Collectives
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 collectives = mutant_of("collectives")
 
@@ -153,3 +153,10 @@ class NumbersFromOne(Collectives):
     def __init__(self, store, rank, size, seconds, name="tp"):
         super().__init__(store, rank, size, seconds, name)
         self.rank += 1
+
+
+bug = bugs_in("collectives", "reference.parallel.collectives:Collectives", folder="reference.parallel.")
+# fmt: off
+bug("LatenessBreaksNothing", "After a timeout the group counts as whole.",
+    ("collectives", "except RuntimeError:\n            self.is_broken = True",
+     'except RuntimeError as error:\n            self.is_broken = "imed out" not in str(error)'))

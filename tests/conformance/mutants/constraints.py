@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.scheduling.stop_conditions import append_tokens
 from diptych.shared.types import Req
-from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.optimized_scheduler import changed
+from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.optimized_scheduler import bug
 
-FIRST = ("scheduler.constraints",)
-
-
-def constrained(impl: type[Any]) -> Mutant:
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("scheduler", impl.__name__, impl, FIRST)
+constrained = mutant_of("scheduler")
 
 
 class WithInfo(Scheduler):
@@ -88,27 +82,13 @@ class EndsAfterTheCommit(Scheduler):
             self.outputs.append(req.step_output(num_new))
 
 
-@constrained
-class ReadsTheTreesOfOthers(
-    changed("node_sampler", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,")
-):
-    """Grammars read the drafts of other requests."""
-
-
-@constrained
-class ReadsNoParents(changed("node_sampler", "parents=parents, num", "parents=parents * 0, num")):
-    """All drafts hang from the root."""
-
-
-@constrained
-class MasksAreUsedAgain(
-    changed("pipeline", "        changes |= any(req.needs_output for req in reqs)\n", "")
-):
-    """A batch of the same requests has the masks and the outputs of the step before."""
-
-
-@constrained
-class RunsAheadOfProcessors(
-    changed("speculative", "not any(req.needs_output for req", "not any(req.grammar is not None for req")
-):
-    """A processor reads a text without the round in flight."""
+# fmt: off
+bug("ReadsTheTreesOfOthers", "Grammars read the drafts of other requests.",
+    ("speculative.node_sampler", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,"))
+bug("ReadsNoParents", "All drafts hang from the root.",
+    ("speculative.node_sampler", "parents=parents, num", "parents=parents * 0, num"))
+bug("MasksAreUsedAgain", "A batch of the same requests has the masks and the outputs of the step before.",
+    ("overlap.in_flight", "        changes |= any(req.needs_output for req in reqs)\n", ""))
+bug("RunsAheadOfProcessors", "A processor reads a text without the round in flight.",
+    ("speculative.speculative_decoding", "not any(req.needs_output for req",
+     "not any(req.grammar is not None for req"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 from torch.nn import functional
@@ -9,21 +10,19 @@ from torch.nn import functional
 import diptych.reference.speculative.draft_models
 from diptych.shared.config.draft import DraftFormat
 from diptych.shared.interfaces import DraftModel, DraftOutput
-from tests.conformance.mutants.mutant import Mutant, module_with
+from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
 
 
 def mixed_into(*formats: DraftFormat):
     """Methods that come before those of the draft models of these formats."""
 
     def make(changes: type) -> Mutant:
-        assert changes.__doc__, f"{changes.__name__}: say what goes wrong"
-
         def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
             base = diptych.reference.speculative.draft_models.draft_model_class(draft_format)
             return type(base.__name__, (changes, base), {}) if draft_format in formats else base
 
         impl = module_with(diptych.reference.speculative.draft_models, draft_model_class=draft_model_class)
-        return Mutant("draft_models", changes.__name__, impl)
+        return plant("draft_models", impl, changes)
 
     return make
 
@@ -88,15 +87,6 @@ class FeedsBackTheStream:
         return DraftOutput(output.hidden_states, output.hidden_states / self.norm.weight)
 
 
-@mixed_into("eagle", "eagle3", "nextn")
-class OnePositionAhead:
-    """Positions are incremented before the first draft forward."""
-
-    def forward(self, input_ids, positions, hidden_states, attention):
-        ahead = positions + 1 if len(positions) == 1 else positions
-        return super().forward(input_ids, ahead, hidden_states, attention)
-
-
 @mixed_into("eagle3")
 class TakesDistancesForIds:
     """d2t is taken for the target's ids themselves."""
@@ -130,3 +120,81 @@ class TrustsTheTable:
 
     def _checked_d2t(self, d2t):
         return d2t
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class LogitsInDouble:
+    """Logits are float64."""
+
+    def compute_logits(self, hidden_states):
+        return super().compute_logits(hidden_states).double()
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class TakesMemoryWhenBuilt:
+    """Built on 'meta' it takes memory at once."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        self.to_empty(device="cpu")
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class NamesBeginWithTheLayer:
+    """A leading part of names is not known."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            assert not name.startswith("model.")
+            self._taken = [*getattr(self, "_taken", []), (name, tensor)]
+        super().load_weights(self._taken)
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class LoadsWhatIsHarmless:
+    """Tensors that nothing uses are looked for in the model."""
+
+    def canonical_name(self, name):
+        known = super().canonical_name(name)
+        return name if known is None else known
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class LosesTheBias:
+    """A bias on fc is skipped."""
+
+    def load_weights(self, weights):
+        super().load_weights((name, x) for name, x in weights if name != "fc.bias")
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class SharesACopy:
+    """The embedding and the head of the target are copied."""
+
+    def share(self, target):
+        super().share(deepcopy(target))
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class SaysOnlyThatItIsWrong:
+    """A refusal does not say of which tensor."""
+
+    def load_weights(self, weights):
+        try:
+            super().load_weights(weights)
+        except ValueError as error:
+            raise (ValueError("wrong shape") if "shape" in str(error) else error) from None
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class TheLastOfTwoCounts:
+    """A name that comes twice is loaded twice."""
+
+    def load_weights(self, weights):
+        super().load_weights(dict(weights).items())
+
+
+bug = bugs_in("draft_models", "reference.speculative.draft_models")
+# fmt: off
+bug("UnknownFormatsAreKeyErrors", "An unknown format is a KeyError.",
+    ("reference.speculative.draft_models", "if draft_format not in DRAFT_MODELS:", "if not draft_format:"))

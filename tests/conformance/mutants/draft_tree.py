@@ -8,7 +8,7 @@ import torch
 
 from diptych.reference.speculative.draft_tree import DraftTreeOps
 from diptych.shared.types import TopTokens
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 # Drafting
 
@@ -33,42 +33,12 @@ class TopProbabilitiesAreRenormalised(DraftTreeOps):
 
 
 @mutant_of("draft_tree")
-class NanReachesTheScores(DraftTreeOps):
-    """A row without a softmax keeps its NaN."""
-
-    def top_tokens(self, logits, k):
-        return TopTokens(logits.float().softmax(-1)[:, :k], super().top_tokens(logits, k).token_ids)
-
-
-@mutant_of("draft_tree")
-class ScoresForgetTheWay(DraftTreeOps):
-    """A candidate's score is its own probability."""
-
-    def next_beams(self, beams, top):
-        return super().next_beams(beams._replace(scores=torch.ones_like(beams.scores)), top)
-
-
-@mutant_of("draft_tree")
 class BeamsGoOnFromTheirColumn(DraftTreeOps):
     """The parent of candidate a * K + c is taken to be c."""
 
     def next_beams(self, beams, top):
         found = super().next_beams(beams, top)
         return found._replace(parents=found.indices % beams.token_ids.shape[1])
-
-
-@mutant_of("draft_tree")
-class BeamsOfTheLastOfTies(DraftTreeOps):
-    """Of equally good candidates the last go on."""
-
-    def next_beams(self, beams, top):
-        scores = (beams.scores[:, :, None] * top.probs).flatten(1)
-        best, places = scores.flip(1).sort(dim=1, descending=True, stable=True)
-        k = scores.shape[1] // beams.scores.shape[1]
-        indices = scores.shape[1] - 1 - places[:, :k]
-        found = super().next_beams(beams, top)
-        ids = found.candidate_ids.gather(1, indices)
-        return found._replace(token_ids=ids, scores=best[:, :k], parents=indices // k, indices=indices)
 
 
 @mutant_of("draft_tree")
@@ -149,16 +119,6 @@ class NodesSeeAllBefore(DraftTreeOps):
 
 
 @mutant_of("draft_tree")
-class DepthIsTheIndex(DraftTreeOps):
-    """Siblings get different positions."""
-
-    def from_parents(self, token_ids, parents, num_nodes):
-        tree = super().from_parents(token_ids, parents, num_nodes)
-        nodes = torch.arange(tree.num_draft_tokens, device=token_ids.device).expand_as(tree.depths)
-        return replace(tree, depths=nodes.clone())
-
-
-@mutant_of("draft_tree")
 class NodesSeeParentsOnly(DraftTreeOps):
     """Grandparents are forgotten."""
 
@@ -225,25 +185,6 @@ class NoBonus(DraftTreeOps):
 
 
 @mutant_of("draft_tree")
-class BonusIsTheDraft(DraftTreeOps):
-    """Tokens are the drafts on the path, so the first is the root, once more."""
-
-    def accept(self, tree, target_ids, max_depth=None):
-        found = super().accept(tree, target_ids, max_depth)
-        drafts = tree.token_ids.gather(1, found.node_indices.clamp(min=0))
-        return found._replace(token_ids=torch.where(found.node_indices < 0, -1, drafts))
-
-
-@mutant_of("draft_tree")
-class BonusCountsAsAccepted(DraftTreeOps):
-    """num_accepted is the number of tokens."""
-
-    def accept(self, tree, target_ids, max_depth=None):
-        found = super().accept(tree, target_ids, max_depth)
-        return found._replace(num_accepted=found.num_accepted + 1)
-
-
-@mutant_of("draft_tree")
 class DepthIsNotLimited(DraftTreeOps):
     """max_depth cuts the results, not the walk."""
 
@@ -261,3 +202,13 @@ class PaddingIsAccepted(DraftTreeOps):
         full = torch.full_like(tree.num_nodes, tree.num_draft_tokens)
         tree = self.from_parents(tree.token_ids, tree.parents.clamp(min=0), full)
         return super().accept(tree, target_ids, max_depth)
+
+
+bug = bugs_in("draft_tree", "reference.speculative.draft_tree:DraftTreeOps", folder="reference.speculative.")
+# fmt: off
+bug("TreesWithoutNodes", "A tree of no node is built.",
+    ("draft_tree", "contract.check_num_draft_tokens(num_draft_tokens)",
+     "num_draft_tokens = max(num_draft_tokens, 1)"))
+bug("FirstBeamsHaveNoNumbers", "All beams of the first step count as candidate 0.",
+    ("draft_tree", "indices = parents + torch.arange(parents.shape[1], device=parents.device)",
+     "indices = parents"))

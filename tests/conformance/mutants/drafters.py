@@ -11,18 +11,17 @@ from diptych.reference.speculative.ngram import NgramDrafter
 from diptych.reference.speculative.standalone import StandaloneDrafter
 from diptych.shared.interfaces import Drafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree
-from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.mutant import Mutant, plant
 
 
 def drafter(algorithm: str):
     """Turns a drafter into one that stands behind the algorithm; the others stay."""
 
     def make(impl: type[Drafter]) -> Mutant:
-        assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
         module = SimpleNamespace(
             drafter_class=lambda wanted: impl if wanted == algorithm else drafter_class(wanted)
         )
-        return Mutant("drafter", impl.__name__, module)
+        return plant("drafter", module, impl)
 
     return make
 

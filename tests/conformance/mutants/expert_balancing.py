@@ -6,7 +6,7 @@ import torch
 
 from diptych.reference.parallel.expert_balancer import ExpertBalancer
 from diptych.shared.parallel.expert_map import in_order, map_of
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("expert_balancer")
@@ -103,3 +103,14 @@ class DividesInPlace(ExpertBalancer):
         placed = super().balance(load, num_physical, num_ranks, num_groups, num_nodes)
         load /= placed.num_replicas
         return placed
+
+
+bug = bugs_in(
+    "expert_balancer", "reference.parallel.expert_balancer:ExpertBalancer", folder="reference.parallel."
+)
+# fmt: off
+bug("TheLastOfEqualsIsCopied", "Of experts with equal load the last ones get the replicas.",
+    ("expert_balancer", "max(candidates, key=", "max(reversed(candidates), key="))
+bug("LightestFirst", "Replicas are packed lightest first, so that the heaviest has no counterweight.",
+    ("expert_balancer", "(-loads[i], items[i])", "(loads[i], items[i])"),
+    ("expert_balancer", "swap := _best_swap(bins, totals, load_of)", "swap := None"))

@@ -23,18 +23,6 @@ class ForeignExpertsToo(AllGather):
 
 
 @mutant_of("expert_dispatch")
-class RowsOfRankZero(AllGather):
-    """Every rank takes the first rows of the sums."""
-
-    def run(self, x, topk, experts):
-        y = super().run(x, topk, experts)
-        most = int(self.ranks.all_gather(torch.tensor([len(y)])).max())
-        padded = torch.zeros(most, y.shape[1], dtype=y.dtype)
-        padded[: len(y)] = y
-        return self.ranks.broadcast(padded)[: len(y)]
-
-
-@mutant_of("expert_dispatch")
 class EmptyRanksStayAway(AllGather):
     """A rank without tokens returns at once; the others wait for it."""
 
@@ -84,15 +72,6 @@ class WeighsInPlace(AllToAll):
 
 
 @mutant_of("expert_dispatch")
-class RoundsTheWeights(AllToAll):
-    """Weights in bfloat16."""
-
-    def run(self, x, topk, experts):
-        weights = topk.topk_weights.to(torch.bfloat16)
-        return super().run(x, TopKOutput(weights, topk.topk_ids), experts)
-
-
-@mutant_of("expert_dispatch")
 class SharesOfWrongRanks(AllGather):
     """Each rank gives its outputs as those of the first tokens."""
 
@@ -100,25 +79,6 @@ class SharesOfWrongRanks(AllGather):
         y = super().run_replicated(x, topk, experts, placement)
         share = -(-len(x) // self.ranks.size)
         return torch.roll(y, -self.ranks.rank * share, 0)
-
-
-@mutant_of("expert_dispatch")
-class CountsItsOwnTokens(AllGather):
-    """The load of a rank is that of its share of the tokens."""
-
-    def run_replicated(self, x, topk, experts, placement):
-        y = super().run_replicated(x, topk, experts, placement)
-        placement.load //= self.ranks.size
-        return y
-
-
-@mutant_of("expert_dispatch")
-class ExpertsShiftedByOne(OptimizedAllGather):
-    """A rank's experts begin one place too late."""
-
-    def run_replicated(self, x, topk, experts, placement):
-        placement.logical_to_physical.sub_(1).clamp_(min=-1)
-        return super().run_replicated(x, topk, experts, placement)
 
 
 @mutant_of("expert_dispatch")

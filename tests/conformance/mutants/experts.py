@@ -10,7 +10,7 @@ from diptych.reference.moe import FusedExperts, MoE, TopK
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.modeling.layer_choice import ClampedSwiGLU
 from tests.conformance.mutants.layers import SiluOfTheSecondHalf
-from tests.conformance.mutants.mutant import Mutant, mutant_of
+from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
 
 
 def part_of_moe(impl: type) -> Mutant:
@@ -25,8 +25,7 @@ def part_of_moe(impl: type) -> Mutant:
                 sizes = config.num_experts, hidden_size, config.intermediate_size
                 self.experts = impl(*sizes, config.bias, config.swiglu_limit)
 
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("moe", impl.__name__, WithPart)
+    return plant("moe", WithPart, impl)
 
 
 @part_of_moe

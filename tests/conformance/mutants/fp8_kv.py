@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from diptych.reference import memory_pool
@@ -33,43 +31,11 @@ class TokenToKVPool(memory_pool.TokenToKVPool):
 
 
 @pool_mutant
-class DividesInPlace(TokenToKVPool):
-    """K and V are divided in place: the next function that reads them finds them scaled."""
-
-    def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return x.div_(scale).clamp(-448.0, 448.0)
-
-
-@pool_mutant
 class ScalesOfLayerZero(TokenToKVPool):
     """Every layer is stored with the scales of the first."""
 
     def scales_of(self, layer_id: int) -> KVScales:
         return self.kv_scales[0]
-
-
-@pool_mutant
-class ScaleOfKForV(TokenToKVPool):
-    """V is stored with the scale of K."""
-
-    def scales_of(self, layer_id: int) -> KVScales:
-        return KVScales(self.kv_scales[layer_id].k, self.kv_scales[layer_id].k)
-
-
-@pool_mutant
-class MultipliesByTheScale(TokenToKVPool):
-    """The scale multiplies where it divides."""
-
-    def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x.to(torch.float32) * scale).clamp(-448.0, 448.0)
-
-
-@pool_mutant
-class ClampsToTheOtherFormat(TokenToKVPool):
-    """The largest value is 240, that of e4m3 on other hardware."""
-
-    def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x.to(torch.float32) / scale).clamp(-240.0, 240.0)
 
 
 @pool_mutant
@@ -81,15 +47,6 @@ class DividesInTheModelsType(TokenToKVPool):
 
 
 @pool_mutant
-class CutsOff(TokenToKVPool):
-    """The lower bits of the mantissa are cut off."""
-
-    def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        bits = super().stored(x, scale).view(torch.int32)
-        return (bits & ~0xFFFFF).view(torch.float32)
-
-
-@pool_mutant
 class CountsTwoBytes(TokenToKVPool):
     """A value counts as two bytes in an FP8 pool."""
 
@@ -97,14 +54,6 @@ class CountsTwoBytes(TokenToKVPool):
     def num_bytes_per_token(self) -> int:
         of_values = sum(2 * buffer[:, 0].numel() for buffer in (self._k, self._v))
         return of_values if self.dtype == FP8 else of_values * self.dtype.itemsize // 2
-
-
-@mutant_of("attention")
-class KScaleForgotten(SteppedAttention):
-    """The scale of K is missing in the scores."""
-
-    def kv_scales(self, layer: AttentionLayer) -> KVScales:
-        return KVScales(1.0, super().kv_scales(layer).v)
 
 
 @mutant_of("attention")
@@ -121,15 +70,6 @@ class ScalesSwapped(SteppedAttention):
 
     def kv_scales(self, layer: AttentionLayer) -> KVScales:
         return KVScales(*reversed(super().kv_scales(layer)))
-
-
-@mutant_of("attention")
-class ScalesOfAnotherLayer(SteppedAttention):
-    """Every layer has the scales of the first."""
-
-    def kv_scales(self, layer: AttentionLayer) -> KVScales:
-        scales: Sequence[KVScales] = self.kv_pool.kv_scales
-        return scales[0]
 
 
 @mutant_of("attention")

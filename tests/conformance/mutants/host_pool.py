@@ -27,36 +27,6 @@ class SkipsAtTheEnd(diptych.reference.tiers.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class OneLayerForAll(diptych.reference.tiers.host_pool.HostPool):
-    """All layers are loaded from the first one."""
-
-    def load(self, pages, slots, num_skipped=0):
-        for buffer in self.buffers:
-            buffer[1:, list(pages)] = buffer[:1, list(pages)]
-        super().load(pages, slots, num_skipped)
-
-
-@mutant_of("host_pool")
-class ValuesNotBits(diptych.reference.tiers.host_pool.HostPool):
-    """Pages hold numbers: NaN are replaced."""
-
-    def store(self, pages, slots):
-        super().store(pages, slots)
-        for buffer in self.buffers:
-            buffer[buffer == 255] = 254
-
-
-@mutant_of("host_pool")
-class OnlyK(diptych.reference.tiers.host_pool.HostPool):
-    """V is not loaded."""
-
-    def load(self, pages, slots, num_skipped=0):
-        buffers, self.buffers = self.buffers, self.buffers[:1]
-        super().load(pages, slots, num_skipped)
-        self.buffers = buffers
-
-
-@mutant_of("host_pool")
 class StoredTooLate(diptych.optimized.tiers.host_pool.HostPool):
     """What is stored is read in the pass after the next one, when the slots may hold other tokens."""
 

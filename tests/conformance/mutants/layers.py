@@ -9,24 +9,12 @@ import torch
 import diptych.reference.layers
 from diptych.reference.layers import GeluTanhAndMul, GemmaRMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul
 from diptych.shared.modeling.rope import rope_angles
-from tests.conformance.mutants.mutant import Mutant, module_with
+from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
 
 
 def layer(impl: type) -> Mutant:
     """A layer that takes the place of the one it inherits from."""
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant(
-        "layers", impl.__name__, module_with(diptych.reference.layers, **{impl.__base__.__name__: impl})
-    )
-
-
-@layer
-class EpsOutsideTheRoot(RMSNorm):
-    """x / (sqrt(mean(x²)) + eps): small rows come out smaller."""
-
-    def forward(self, x):
-        x32 = x.float()
-        return (x32 / (x32.square().mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype) * self.weight
+    return plant("layers", module_with(diptych.reference.layers, **{impl.__base__.__name__: impl}), impl)
 
 
 @layer
@@ -35,15 +23,6 @@ class SquaresInHalf(RMSNorm):
 
     def forward(self, x):
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)) * self.weight
-
-
-@layer
-class WeightInHalf(RMSNorm):
-    """The weight is rounded to bfloat16, whatever the input's type."""
-
-    def forward(self, x):
-        normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.bfloat16().float()).to(x.dtype)
 
 
 @layer
@@ -61,23 +40,6 @@ class ForgetsTheResidual(RMSNorm):
     def add_and_norm(self, x, residual):
         y = self.forward(x + residual)
         return y, y
-
-
-@layer
-class NormsInPlace(RMSNorm):
-    """forward overwrites its input, which the residual stream still needs."""
-
-    def forward(self, x):
-        return x.copy_(super().forward(x))
-
-
-@layer
-class MeanOverAllRows(RMSNorm):
-    """One scale for the whole batch."""
-
-    def forward(self, x):
-        x32 = x.float()
-        return (x32 * torch.rsqrt(x32.square().mean() + self.eps)).to(x.dtype) * self.weight
 
 
 @layer
@@ -104,23 +66,6 @@ class GeluWithoutTanh(GeluTanhAndMul):
 
     def forward(self, gate, up):
         return (torch.nn.functional.gelu(gate.float()) * up).to(up.dtype)
-
-
-@layer
-class RotatesInterleavedPairs(RotaryEmbedding):
-    """Dimension 2i pairs with 2i + 1, as in another family of checkpoints."""
-
-    def forward(self, positions, q, k):
-        size, half = self.rope.rotary_dim, self.rope.rotary_dim // 2
-        to_halves = torch.arange(size).view(half, 2).T.flatten()
-        back = to_halves.argsort()
-        out = []
-        for x in (q, k):
-            x = x.clone()
-            x[..., :size] = x[..., to_halves]
-            out.append(x)
-        out = super().forward(positions, *out)
-        return tuple(torch.cat((x[..., back], x[..., size:]), -1) for x in out)
 
 
 @layer
@@ -176,15 +121,6 @@ class RotatesWholeHeads(RotaryEmbedding):
         super().__init__(replace(rope, rotary_dim=head_dim), head_dim, context_len)
 
 
-@layer
-class TurnsBackwards(RotaryEmbedding):
-    """The sine's sign is wrong."""
-
-    def _cos_sin(self, positions):
-        cos, sin = super()._cos_sin(positions).unbind(1)
-        return torch.stack((cos, -sin), dim=1)
-
-
 class SiluOfTheSecondHalf(SiluAndMul):
     def forward(self, gate, up):
         return super().forward(up, gate)
@@ -205,3 +141,10 @@ class SiluOverflows(SiluAndMul):
     def forward(self, gate, up):
         gate = gate.float()
         return (gate * gate.exp() / (1 + gate.exp()) * up).to(up.dtype)
+
+
+bug = bugs_in("layers", "reference.layers", folder="reference.")
+# fmt: off
+bug("RefusesNoTokens", "RoPE of no tokens is refused.",
+    ("layers", "cos, sin = self._cos_sin(positions)",
+     "assert len(positions)\n        cos, sin = self._cos_sin(positions)"))

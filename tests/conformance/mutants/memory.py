@@ -9,13 +9,12 @@ import torch
 
 from diptych.reference import memory_pool
 from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
-from tests.conformance.mutants.mutant import Mutant, module_with
+from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
 
 
 def pool_mutant(pool: type) -> Mutant:
     """The module of pools, with this subclass in place of its base class."""
-    assert pool.__doc__, f"{pool.__name__}: say what goes wrong"
-    return Mutant("memory_pool", pool.__name__, module_with(memory_pool, **{pool.__base__.__name__: pool}))
+    return plant("memory_pool", module_with(memory_pool, **{pool.__base__.__name__: pool}), pool)
 
 
 @pool_mutant
@@ -34,15 +33,6 @@ class AcceptsADoubleFree(TokenToKVPoolAllocator):
     def free(self, slots: torch.Tensor) -> None:
         self._used_pages |= {slot // self.page_size for slot in slots.tolist()}
         super().free(slots)
-
-
-@pool_mutant
-class FreesAPageForEachSlot(TokenToKVPoolAllocator):
-    """The slots of one page, freed together, put it into the free list several times."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        super().free(slots)
-        self._free_pages.extend(slot // self.page_size for slot in slots.tolist()[1:2])
 
 
 @pool_mutant
@@ -68,15 +58,6 @@ class DecodesOneByOne(TokenToKVPoolAllocator):
 
 
 @pool_mutant
-class IgnoresThePartialPage(TokenToKVPoolAllocator):
-    """alloc_extend begins a new page though the last one has room."""
-
-    def alloc_extend(self, prefix_lens, seq_lens, last_locs) -> torch.Tensor | None:
-        new = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
-        return super().alloc_extend([0] * len(new), new, [-1] * len(new))
-
-
-@pool_mutant
 class TakesAPageTooMany(TokenToKVPoolAllocator):
     """A request that ends on a page's last slot takes the next page already."""
 
@@ -85,23 +66,6 @@ class TakesAPageTooMany(TokenToKVPoolAllocator):
         if given is not None and any(n and n % self.page_size == 0 for n in seq_lens):
             self._take_pages(min(1, len(self._free_pages)))
         return given
-
-
-@pool_mutant
-class ScattersAPage(TokenToKVPoolAllocator):
-    """The positions of a page are not consecutive slots."""
-
-    def _slots_of(self, pages) -> torch.Tensor:
-        return super()._slots_of(pages).view(-1, self.page_size).flip(1).flatten()
-
-
-@pool_mutant
-class FreesOnlyFullPages(TokenToKVPoolAllocator):
-    """A page comes back only if all its slots are freed: partial pages leak."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        pages, counts = (slots // self.page_size).unique(return_counts=True)
-        super().free(pages[counts == self.page_size] * self.page_size)
 
 
 @pool_mutant
@@ -198,3 +162,30 @@ class CountsOneLayer(TokenToKVPool):
     @property
     def num_bytes_per_token(self) -> int:
         return super().num_bytes_per_token // self.num_layers
+
+
+bug = bugs_in("memory_pool", "reference.memory_pool", folder="reference.")
+# fmt: off
+bug("GivesTheRowsThatThereAre", "Fewer rows than asked for are allocated.",
+    ("memory_pool", "if num_reqs > len(self._free_rows):\n            return None\n",
+     "num_reqs = min(num_reqs, len(self._free_rows))\n"))
+bug("BuffersAreCopies", "What is written through a buffer does not reach the pool.",
+    ("memory_pool", "return self._k[layer_id]", "return self._k[layer_id].clone()"))
+bug("StoresKTwice", "K goes to both buffers.", ("memory_pool", "= v.to(self.dtype)", "= k.to(self.dtype)"))
+bug("StoresOneTypeOnly", "K of another type than the pool's is refused.",
+    ("memory_pool", "= k.to(self.dtype)", "= k"))
+bug("RefusesPadding", "Two tokens of a step may not go to one slot, not even the dummy page's.",
+    ("memory_pool", "        if self.dtype == FP8:",
+     "        assert len(out_cache_loc.unique()) == len(out_cache_loc)\n        if self.dtype == FP8:"))
+bug("HalfAPageOver", "A size that ends within a page is accepted.",
+    ("memory_pool", " or size % page_size != 0", ""))
+bug("AllocatesPartsOfPages", "A number of tokens that is no whole page is rounded down.",
+    ("memory_pool",
+     'assert num_tokens % self.page_size == 0, f"{num_tokens} tokens, page_size {self.page_size}"',
+     "pass"))
+bug("FreesAnyRow", "A row that is not allocated can be freed.",
+    ("memory_pool", "assert row in self._used_rows,", "assert row <= self.size,"),
+    ("memory_pool", "self._used_rows.remove(row)", "self._used_rows.discard(row)"))
+bug("ClearKeepsRows", "clear leaves rows allocated.",
+    ("memory_pool", "self._free_rows = deque(range(1, self.size + 1))",
+     'self._free_rows = getattr(self, "_free_rows", deque(range(1, self.size + 1)))'))

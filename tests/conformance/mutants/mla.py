@@ -14,8 +14,10 @@ from diptych.reference.mla.mla_memory_pool import MLATokenToKVPool
 from diptych.reference.mla.mla_model import MLAAttention
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.modeling.mla import expand
+from diptych.shared.tools.conformance.oracles.replanned_attention import RaggedPlan, _replanned
+from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import AttentionLayer, KVScales, MLALayer
-from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
+from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, mutant_of, plant
 
 
 @mutant_of("mla_memory_pool")
@@ -95,6 +97,14 @@ class ScaleOfAnotherLayer(ExpandedMLA):
 
 
 @mutant_of("mla_attention")
+class KeepsTheLengthsOfItsPlan(_replanned(ExpandedMLA)):  # type: ignore[misc]
+    """In graphs requests are as long as when the plan was made."""
+
+    def plan_ragged(self, forward_batch: ForwardBatch) -> RaggedPlan:
+        return RaggedPlan(replace(forward_batch, seq_lens=forward_batch.seq_lens.clone()))
+
+
+@mutant_of("mla_attention")
 class ScaleOfTheRow(AbsorbedMLA):
     """Scores are scaled by the size of a row, not by that of a head of q."""
 
@@ -155,7 +165,7 @@ class ProjectsInHalfPrecision(AbsorbedMLA):
         return super().run(q.bfloat16().to(q.dtype), layer, plan, **kv).bfloat16().to(q.dtype)
 
 
-def _family(name: str, attention: type[MLAAttention]) -> Mutant:
+def of_models(attention: type[MLAAttention]) -> Mutant:
     """The reference's models with another latent attention."""
 
     class WithAttention(DecoderForCausalLM):
@@ -171,10 +181,11 @@ def _family(name: str, attention: type[MLAAttention]) -> Mutant:
         return WithAttention if is_mla else diptych.reference.models.model_class(architecture)
 
     module = module_with(diptych.reference.models, model_class=model_class)
-    return Mutant("models", name, module, first=("models.logits",))
+    return plant("models", module, attention)
 
 
-class _NoMscale(MLAAttention):
+@of_models
+class NoMscale(MLAAttention):
     """YaRN's mscale_all_dim does not scale the scores."""
 
     def __init__(self, config: Any, *args: Any) -> None:
@@ -182,7 +193,8 @@ class _NoMscale(MLAAttention):
         self.layer = replace(self.layer, scale=config.head_dim**-0.5)
 
 
-class _RotatesTheFirstPart(MLAAttention):
+@of_models
+class RotatesTheFirstPart(MLAAttention):
     """The first numbers of a head of q are rotated, not the last."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
@@ -198,7 +210,8 @@ class _RotatesTheFirstPart(MLAAttention):
         return self.o_proj(output.flatten(1))
 
 
-class _CachesTheUnnormedVector(MLAAttention):
+@of_models
+class CachesTheUnnormedVector(MLAAttention):
     """The latent vector is cached before its norm."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
@@ -209,6 +222,35 @@ class _CachesTheUnnormedVector(MLAAttention):
             self.kv_a_layernorm = norm
 
 
-no_mscale = _family("NoMscale", _NoMscale)
-rotates_the_first_part = _family("RotatesTheFirstPart", _RotatesTheFirstPart)
-caches_the_unnormed_vector = _family("CachesTheUnnormedVector", _CachesTheUnnormedVector)
+bug = bugs_in("mla_attention", "reference.mla.mla_attention:ExpandedMLA", folder="reference.")
+# fmt: off
+bug("RefusesIdleSteps", "A step without requests is refused.",
+    ("attention", "plans: list[RequestPlan] = []",
+     "plans: list[RequestPlan] = []\n        assert len(forward_batch.seq_lens)"))
+bug("BlindBeforeTheTree", "Nodes of a tree do not see the keys before it.",
+    ("attention", "0), value=True)", "0), value=False)"))
+bug("EveryRequestHasTheFirstMask", "All requests read the mask from its beginning.",
+    ("attention", "mask_start = mask_end", "pass"))
+bug("BlindIsNaN", "A query without a visible key is NaN.",
+    ("attention", "weights = weights.masked_fill(~visible, 0.0)", "pass"))
+bug("KeysOfTheTimeOfItsPlan", "Rows that are stored after the plan are not read.",
+    ("attention",
+     "plans: list[RequestPlan] = []",
+     'plans: list[RequestPlan] = []\n        self.live = getattr(self, "live", self.kv_pool)\n        '
+     'self.kv_pool = __import__("copy").deepcopy(self.live)'))
+bug("RefusesGivenRows", "The rows of this step are read from the pool, and must not be given.",
+    ("attention", "output = attention_output(q, layer, out)",
+     "output = attention_output(q, layer, out)\n        assert k is None"))
+bug("ScalesQueriesInPlace", "q is multiplied by the scale in place.",
+    ("attention", "(q.to(dtype) * layer.scale)", "q.mul_(layer.scale).to(dtype)"))
+bug("RowsOfTheFirstLayer", "All layers read the rows of the first.",
+    ("attention", "pool.k_buffer(layer.layer_id)[slots]", "pool.k_buffer(0)[slots]"))
+bug("KeepsItsFirstPlan", "Every plan is the first one.",
+    ("attention",
+     "plans: list[RequestPlan] = []",
+     'plans: list[RequestPlan] = self.__dict__.setdefault("plans", [])\n        if plans:\n            '
+     "return plans"))
+bug("IgnoresOut", "The output is always a new tensor.",
+    ("attention", "attention_output(q, layer, out)", "attention_output(q, layer, None)"))
+bug("ValuesOfTheNextHead", "A head sums the values of another.",
+    ("attention", "return (weights @ v).transpose(0, 1)", "return (weights @ v.roll(1, 0)).transpose(0, 1)"))

@@ -1,37 +1,74 @@
-"""A planted bug."""
+"""A planted bug, and the two ways to plant one: a subclass, or words of the source that are changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tests.changed_modules import Change, changed
 
-@dataclass(frozen=True)
+PLANTED: list[Mutant] = []
+
+
+@dataclass(frozen=True, eq=False)
 class Mutant:
-    """`impl` stands in for the component: a class, or for components that are modules, a namespace. `first`:
-    modules of the contract whose clauses are tried before the others, where it is known who catches it."""
+    """`what` goes wrong. killers.json names the clause that must catch it, and its quickest case."""
 
     component: str
     name: str
-    impl: Any
-    first: tuple[str, ...] = ()
+    what: str
+    make: Callable[[], Any]
+
+    def __post_init__(self) -> None:
+        assert self.what, f"{self.name}: say what goes wrong"
+        PLANTED.append(self)
 
     @property
     def key(self) -> str:
         """Its name in killers.json."""
         return f"{self.component}-{self.name}"
 
+    @cached_property
+    def impl(self) -> Any:
+        """Stands in for the component: a class, or for components that are modules, a module."""
+        return self.make()
+
+
+def plant(component: str, impl: Any, wrong: type, prefix: str = "") -> Mutant:
+    """`impl`, which contains `wrong`: this class names the bug, and its docstring says what goes wrong."""
+    return Mutant(component, prefix + wrong.__name__, wrong.__doc__ or "", lambda: impl)
+
 
 def mutant_of(component: str) -> Callable[[Any], Mutant]:
-    """Turns a subclass into a Mutant, named after it; its docstring says what goes wrong."""
+    """Plants a subclass."""
+    return lambda impl: plant(component, impl, impl)
 
-    def make(impl: Any) -> Mutant:
-        assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-        return Mutant(component, impl.__name__, impl)
 
-    return make
+def bugs_in(component: str, entry: str, *always: Change, folder: str = "") -> Callable[..., Mutant]:
+    """Plants changed words in what `entry` (module:class, or a module) is made of. A change: (module, before,
+    after); the module is one of `folder`, or has its whole name. `always`: changes that each bug has."""
+    module, _, attribute = entry.partition(":")
+
+    def plant(name: str, what: str, *changes: tuple[str, str, str]) -> Mutant:
+        own = [
+            Change(
+                file if file.startswith(("optimized.", "reference.", "shared.")) else folder + file,
+                before,
+                after,
+            )
+            for file, before, after in changes
+        ]
+
+        def make() -> Any:
+            copy = changed(module, *always, *own)
+            return getattr(copy, attribute) if attribute else copy
+
+        return Mutant(component, name, what, make)
+
+    return plant
 
 
 def module_with(module: ModuleType, **replaced: Any) -> SimpleNamespace:

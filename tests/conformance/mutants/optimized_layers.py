@@ -12,39 +12,33 @@ from diptych.optimized.kernels.linear.rms_norm import add_rms_norm, rms_norm
 from diptych.optimized.layers import (
     MLP,
     GeluTanhAndMul,
-    GemmaRMSNorm,
     Linear,
     RMSNorm,
     RotaryEmbedding,
     SiluAndMul,
 )
 from diptych.shared.interfaces import CausalLM
-from tests.conformance.mutants.mutant import Mutant, module_with
+from tests.conformance.mutants.mutant import Mutant, module_with, plant
 
 
 def layer(impl: type) -> Mutant:
     """A layer that takes the place of the one it inherits from."""
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant(
-        "layers",
-        f"Optimized{impl.__name__}",
-        module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl}),
-    )
+    changed = module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl})
+    return plant("layers", changed, impl, "Optimized")
 
 
 def layer_of_models(impl: type) -> Mutant:
     """The same, where models fuse it."""
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
     layers = module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl})
 
     class WithIt:
         def __init__(self, config, _, moe):
             super().__init__(config, layers, moe)
 
-    return in_every_model(WithIt, impl.__name__)
+    return in_every_model(WithIt, impl)
 
 
-def in_every_model(changes: type, name: str = "") -> Mutant:
+def in_every_model(changes: type, wrong: type | None = None) -> Mutant:
     """Methods that come before those of the model class of every family."""
 
     def model_class(architecture: str) -> type[CausalLM]:
@@ -52,7 +46,7 @@ def in_every_model(changes: type, name: str = "") -> Mutant:
         return type(base.__name__, (changes, base), {})
 
     impl = module_with(diptych.optimized.models, model_class=model_class)
-    return Mutant("models", f"Optimized{name or changes.__name__}", impl)
+    return plant("models", impl, wrong or changes, "Optimized")
 
 
 # Layers
@@ -84,23 +78,6 @@ class NormsWithoutResidual(RMSNorm):
 
 
 @layer
-class SumOfNormsWrittenToOneResult(RMSNorm):
-    """Both results are one tensor: whichever was stored last."""
-
-    def add_and_norm(self, x, residual):
-        normed, residual = super().add_and_norm(x, residual)
-        return normed, residual.copy_(normed)
-
-
-@layer
-class AddsWithoutTheOne(GemmaRMSNorm):
-    """add_and_norm launches the kernel for plain weights."""
-
-    def add_and_norm(self, x, residual):
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-@layer
 class SiluForGelu(GeluTanhAndMul):
     """The kernel of the other activation."""
 
@@ -109,27 +86,11 @@ class SiluForGelu(GeluTanhAndMul):
 
 
 @layer
-class SinesFirst(RotaryEmbedding):
-    """The kernel takes the halves of the table for each other."""
-
-    def cos_sin(self, device):
-        return super().cos_sin(device).roll(self.rope.rotary_dim // 2, -1)
-
-
-@layer
 class TableInHalf(RotaryEmbedding):
     """Cosines and sines are kept in bfloat16."""
 
     def cos_sin(self, device):
         return super().cos_sin(device).bfloat16().float()
-
-
-@layer
-class TableOfOneStepLess(RotaryEmbedding):
-    """The table ends one position early, and the last token turns like the one before it."""
-
-    def cos_sin(self, device):
-        return super().cos_sin(device)[:-1]
 
 
 @layer

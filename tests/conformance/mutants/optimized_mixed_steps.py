@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from diptych.shared.types import ForwardBatch
-from tests.conformance.mutants.mutant import Mutant, mutant_of
+from tests.conformance.mutants.mutant import mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
 
 
@@ -26,8 +25,7 @@ class WithOwnRows(FakeGraphsRunner):
         self._right_load(batch)
 
 
-def mixed(impl: type[WithOwnRows]) -> Mutant:
-    return replace(mutant_of("model_runner")(impl), first=("model_runner.extend",))
+mixed = mutant_of("model_runner")
 
 
 @mixed

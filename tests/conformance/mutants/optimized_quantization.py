@@ -10,14 +10,13 @@ import diptych.optimized.quantized.quantized_layers
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, quantize_input
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.quantized.quantized_layers import QuantizedLinear
-from tests.conformance.mutants.mutant import Mutant, module_with
+from tests.conformance.mutants.mutant import Mutant, module_with, plant
 
 
 def quantized_linear(impl: type) -> Mutant:
     """A class that takes the place of QuantizedLinear."""
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
     changed = module_with(diptych.optimized.quantized.quantized_layers, QuantizedLinear=impl)
-    return Mutant("quantization", f"Optimized{impl.__name__}", changed)
+    return plant("quantization", changed, impl, "Optimized")
 
 
 @quantized_linear
@@ -52,24 +51,6 @@ class ForgetsTheBias(QuantizedLinear):
 
 
 @quantized_linear
-class ForgetsTheZeros(QuantizedLinear):
-    """Every zero point is taken for 8."""
-
-    def _multiply(self, x, y, residual=None):
-        quantized_gemm(x, self.weight, self.weight_scale, None, self.scheme, y, bias=self.bias)
-
-
-@quantized_linear
-class NeighboursInAByte(QuantizedLinear):
-    """Weights of 4 bits are widened as if a byte held neighbours."""
-
-    def forward(self, x):
-        if self.scheme.weight_type == "int4":
-            x = x.unflatten(1, (-1, self.scheme.unit(self.in_features) // 2, 2)).mT.flatten(1)
-        return super().forward(x)
-
-
-@quantized_linear
 class DequantizesInHalf(QuantizedLinear):
     """The dequantized weight is rounded to bfloat16 for any type."""
 
@@ -86,13 +67,3 @@ class QuantizesOnlyManyTokens(QuantizedLinear):
             return super().forward(x)
         y = x.float() @ self.dequantized_weight().T
         return (y if self.bias is None else y + self.bias).to(x.dtype)
-
-
-@quantized_linear
-class ScaleOfTheRanksPart(QuantizedLinear):
-    """A rank scales its part of a token by the largest value of the part."""
-
-    def quantize(self, x, norm=None):
-        return (
-            quantize_input(x, self.scheme) if self._quantizes and norm is None else super().quantize(x, norm)
-        )

@@ -9,7 +9,7 @@ import torch
 
 from diptych.reference.radix_cache import RadixCache, TreeNode
 from diptych.shared.interfaces.prefix_cache import InsertResult, MatchResult, RadixKey
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("radix_cache")
@@ -124,18 +124,6 @@ class BigramsAsTokens(RadixCache):
 
 
 @mutant_of("radix_cache")
-class KeepsTheCallersTensor(RadixCache):
-    """Values are not copied: the caller's next change reaches the tree."""
-
-    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        result = super().insert(key, value, priority)
-        node = result.last_node
-        if result.prefix_len == 0 and node is not self.root:
-            node.value = value[: len(node.value)]
-        return result
-
-
-@mutant_of("radix_cache")
 class ReplacesOldSlots(RadixCache):
     """Inserting what is there gives the node the caller's slots."""
 
@@ -145,44 +133,6 @@ class ReplacesOldSlots(RadixCache):
         if 0 < result.prefix_len == len(node.value):
             node.value = value[: len(node.value)].clone()
         return result
-
-
-@mutant_of("radix_cache")
-class LowersPriorities(RadixCache):
-    """An insert gives its path its own priority, lower or not."""
-
-    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        result = super().insert(key, value, priority)
-        for node in self._path(result.last_node):
-            node.priority = priority
-        return result
-
-
-@mutant_of("radix_cache")
-class RaisesTheLastNodeOnly(RadixCache):
-    """An insert's priority does not reach the nodes above."""
-
-    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        node, _ = self._walk(key)
-        before = [(ancestor, ancestor.priority) for ancestor in self._path(node)]
-        result = super().insert(key, value, priority)
-        for ancestor, old in before:
-            if ancestor is not result.last_node:
-                ancestor.priority = old
-        for ancestor in self._path(node):
-            ancestor.hit_count -= 1
-        return result
-
-
-@mutant_of("radix_cache")
-class NeverCountsHits(RadixCache):
-    """lfu is lru: no hit is ever counted."""
-
-    def _walk(self, key: RadixKey):
-        node, matched_len = super()._walk(key)
-        for ancestor in self._path(node):
-            ancestor.hit_count = 0
-        return node, matched_len
 
 
 @mutant_of("radix_cache")
@@ -216,46 +166,8 @@ class MruIsLru(with_order("mru", lambda node: (node.last_access_time,))):
 
 
 @mutant_of("radix_cache")
-class FiloByAccess(with_order("filo", lambda node: (-node.last_access_time,))):
-    """filo evicts what was used last, not what was created last."""
-
-
-@mutant_of("radix_cache")
 class SlruProtectsAfterOneHit(with_order("slru", lambda node: (node.hit_count > 0, node.last_access_time))):
     """slru keeps a node longer that was hit once."""
-
-
-@mutant_of("radix_cache")
-class SlruCountsHits(with_order("slru", lambda node: (node.hit_count, node.last_access_time))):
-    """slru orders by the number of hits, like lfu."""
-
-
-@mutant_of("radix_cache")
-class EvictsLockedNodes(RadixCache):
-    """Locks do not keep leaves from being evicted."""
-
-    def evict(self, num_tokens: int) -> int:
-        locks = [(node, node.lock_ref) for node in self._all_nodes()]
-        for node, _ in locks:
-            node.lock_ref = 0
-        num_evicted = super().evict(num_tokens)
-        for node, lock_ref in locks:
-            node.lock_ref = lock_ref
-        return num_evicted
-
-
-@mutant_of("radix_cache")
-class LeavesParentsBehind(RadixCache):
-    """One call takes only what was a leaf when it began."""
-
-    def evict(self, num_tokens: int) -> int:
-        inner = [node for node in self._all_nodes() if node.children]
-        for node in inner:
-            node.lock_ref += 1
-        num_evicted = super().evict(num_tokens)
-        for node in inner:
-            node.lock_ref -= 1
-        return num_evicted
 
 
 @mutant_of("radix_cache")
@@ -321,3 +233,25 @@ class ResetFreesSlots(RadixCache):
             for node in self._all_nodes():
                 self.allocator.free(node.value)
         super().reset()
+
+
+bug = bugs_in("radix_cache", "reference.radix_cache:RadixCache", folder="reference.")
+# fmt: off
+bug("SaysItIsDisabled", "The scheduler takes it for a cache that finds nothing.",
+    ("radix_cache", "        self.page_size = page_size\n",
+     "        self.page_size, self.disable = page_size, True\n"))
+bug("NothingIsOfAnotherType", "An empty match is a tensor of floats.",
+    ("radix_cache", "MatchResult(self._path_slots(node), node)",
+     "MatchResult(self._path_slots(node) if node.parent else torch.empty(0), node)"))
+bug("RefusesSurplusSlots", "There must be a slot for each token and no more.",
+    ("radix_cache", "assert len(value) >= len(entries)", "assert len(value) == len(entries)"))
+bug("EvictsAtLeastOne", "A call that asks for nothing evicts a leaf.",
+    ("radix_cache", "if num_tokens <= 0:\n            return 0\n", "pass\n"),
+    ("radix_cache", "while leaves and num_evicted < num_tokens:",
+     "while leaves and (not num_evicted or num_evicted < num_tokens):"))
+bug("PagesOfNothing", "A page size of 0 is accepted.",
+    ("radix_cache", "if page_size < 1:", "if page_size < 0:"))
+bug("ASplitGivesTheLowerHalf", "A match inside a node ends below it.",
+    ("radix_cache", "child = self._split(child, matched_len)", "self._split(child, matched_len)"))
+bug("KeepsTheFirstNodeToDiscard", "What begins just where discarding begins is kept.",
+    ("radix_cache", "if end < start or", "if end <= start or"))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from diptych.reference.quantized.quantized_moe import QuantizedExperts
 from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 class SteppedExperts(QuantizedExperts):
@@ -44,49 +44,12 @@ class ScalesOfTheFirstExpert(SteppedExperts):
 
 
 @mutant_of("quantized_experts")
-class SwapsNibblesOfExperts(SteppedExperts):
-    """The high half of a byte is taken for the first input."""
-
-    def codes(self, weight: torch.Tensor) -> torch.Tensor:
-        return (weight >> 4) | (weight << 4) if self.scheme.is_packed else weight
-
-
-@mutant_of("quantized_experts")
-class ExponentOffByOne(SteppedExperts):
-    """The scale of MXFP4 is 2 ** (stored - 128)."""
-
-    def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
-        weight = super().weight_of(name, expert_id)
-        return weight / 2 if self.scheme.weight_type == "mxfp4" else weight
-
-
-@mutant_of("quantized_experts")
-class NoHalves(SteppedExperts):
-    """Codes of MXFP4 below 2 are rounded to integers, as if the exponent 0 were a normal one."""
-
-    def codes(self, weight: torch.Tensor) -> torch.Tensor:
-        if self.scheme.weight_type != "mxfp4":
-            return weight
-        low, high = weight & 15, weight >> 4
-        low, high = (torch.where(code % 8 == 1, code - 1, code) for code in (low, high))
-        return low | high << 4
-
-
-@mutant_of("quantized_experts")
 class UpIsGate(SteppedExperts):
     """The rows of up come first, as some kernels have them."""
 
     def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
         weight = super().weight_of(name, expert_id)
         return torch.cat(weight.chunk(2)[::-1]) if name == "w13" else weight
-
-
-@mutant_of("quantized_experts")
-class ActivationNotQuantized(SteppedExperts):
-    """The input of the second GEMM stays as it is."""
-
-    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x.to(torch.float32) if name == "w2" else super().input_of(x, name)
 
 
 @mutant_of("quantized_experts")
@@ -107,9 +70,9 @@ class ScaleOfTheRanksPart(SteppedExperts):
         return dequantized_input(x, self.scheme, None)
 
 
-@mutant_of("quantized_experts")
-class WeightsOnTheInput(SteppedExperts):
-    """The router's weight multiplies the input, and the output too."""
-
-    def forward(self, x, topk):
-        return super().forward(x * topk.topk_weights.mean(1, keepdim=True).to(x.dtype), topk)
+bug = bugs_in(
+    "quantized_experts", "reference.quantized.quantized_moe:QuantizedExperts", folder="shared.interfaces."
+)
+# fmt: off
+bug("TakesStaticScales", "A scheme with static scales of inputs is accepted.",
+    ("quantized_experts", 'if scheme.inputs == "static":', "if False:"))

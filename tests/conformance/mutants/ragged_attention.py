@@ -9,7 +9,7 @@ import torch
 
 from diptych.shared.tools.conformance.oracles.replanned_attention import RaggedPlan, _replanned
 from diptych.shared.types import ForwardBatch
-from tests.conformance.mutants.mutant import Mutant, mutant_of
+from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention
 
 
@@ -23,8 +23,7 @@ class Ragged(_replanned(SteppedAttention)):  # type: ignore[misc]
         return buffers
 
 
-def ragged(impl: type[Ragged]) -> Mutant:
-    return replace(mutant_of("attention")(impl), first=("attention.ragged",))
+ragged = mutant_of("attention")
 
 
 @ragged
@@ -33,14 +32,6 @@ class KeepsTheLengthsOfItsPlan(Ragged):
 
     def read(self, buffers):
         return replace(buffers, seq_lens=buffers.seq_lens.clone())
-
-
-@ragged
-class KeepsTheRequestsOfItsPlan(Ragged):
-    """The slots are those of who was there when the plan was made."""
-
-    def read(self, buffers):
-        return replace(buffers, req_pool_indices=buffers.req_pool_indices.clone())
 
 
 @ragged
@@ -55,20 +46,3 @@ class BeginsWithTheFirstRow(Ragged):
         moved = super().run(q, layer, plan, **{**kv, "out": kv["out"].clone()})
         kv["out"][: len(rows)] = moved[first : first + len(rows)]
         return kv["out"]
-
-
-@ragged
-class ClearsPaddingRows(Ragged):
-    """Padding rows become zeros."""
-
-    def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
-        if isinstance(plan, RaggedPlan):
-            kv["out"].zero_()
-        return super().run(q, layer, plan, **kv)
-
-
-@ragged
-class GivesAPlanThatItSaysItHasNot(Ragged):
-    """A plan is made, though supports_ragged_graphs is False."""
-
-    supports_ragged_graphs = False

@@ -6,7 +6,7 @@ from diptych.reference.chunk_cache import ChunkCache
 from diptych.reference.radix_cache import RadixCache
 from diptych.shared.interfaces.prefix_cache import RadixKey
 from diptych.shared.types import Req
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("radix_cache")
@@ -73,17 +73,6 @@ class FreesTheTailTwice(RadixCache):
         super().cache_finished_req(req, is_insert)
         if has_tail:
             self.allocator.free(tail)
-
-
-@mutant_of("radix_cache")
-class LeaksTheTail(RadixCache):
-    """The partial page of a finished request is not freed."""
-
-    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        num_cached = req.kv_committed_len // self.page_size * self.page_size
-        if is_insert and num_cached >= req.cache_protected_len:
-            req.kv_allocated_len = num_cached
-        super().cache_finished_req(req, is_insert)
 
 
 @mutant_of("radix_cache")
@@ -160,3 +149,14 @@ class ChunkForgotten(ChunkCache):
 
     def cache_unfinished_req(self, req: Req) -> None:
         req.prefix_indices = req.prefix_indices[:0]
+
+
+chunk_bug = bugs_in("chunk_cache", "reference.chunk_cache:ChunkCache", folder="reference.")
+# fmt: off
+chunk_bug("SaysThatItEvicts", "evict gives the number that it was asked for.",
+          ("chunk_cache", "def evict(self, num_tokens: int) -> int:\n        return 0",
+           "def evict(self, num_tokens: int) -> int:\n        return num_tokens"))
+chunk_bug("KeepsRowsOfTheFinished", "A finished request's row is not freed.",
+          ("chunk_cache", "self.req_to_token_pool.free([req.req_pool_idx])", "pass"))
+chunk_bug("KeepsTheFirstPage", "A finished request's first page is not freed.",
+          ("chunk_cache", "self.allocator.free(slots)", "self.allocator.free(slots[self.page_size :])"))

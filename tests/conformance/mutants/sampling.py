@@ -9,25 +9,15 @@ import torch
 
 import diptych.reference.sampler as steps
 from diptych.reference.sampler import NEG_INF, Sampler
-from diptych.shared.sampling.logprobs import sort_descending
 from diptych.shared.sampling.noise import gumbel_noise
 from diptych.shared.types import SampleOutput, SamplingBatchInfo
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 # Bound here: within a mutant the names of `steps` mean the mutant's own.
 correct_apply_penalties, correct_apply_masks = steps.apply_penalties, steps.apply_masks
-correct_scale, correct_filter_mask, correct_draw = steps.scale, steps.filter_mask, steps.draw
+correct_filter_mask = steps.filter_mask
 
-REPLACEABLE = (
-    "apply_penalties",
-    "apply_masks",
-    "scale",
-    "draw",
-    "filter_mask",
-    "gumbel_noise",
-    "logprobs_of",
-    "sort_descending",
-)
+REPLACEABLE = ("apply_penalties", "apply_masks", "scale", "filter_mask", "gumbel_noise", "logprobs_of")
 
 
 class WithOwnSteps(Sampler):
@@ -72,28 +62,6 @@ class TopPStopsOneLate(WithOwnSteps):
 
 
 @mutant_of("sampler")
-class TopKKeepsAllTies(WithOwnSteps):
-    """Every token as likely as the last of the top k survives."""
-
-    @staticmethod
-    def filter_mask(ordered, info):
-        least = ordered.gather(1, info.top_ks[:, None] - 1)
-        everything = torch.full_like(info.top_ks, ordered.shape[1])
-        return correct_filter_mask(ordered, replace(info, top_ks=everything)) & (ordered >= least)
-
-
-@mutant_of("sampler")
-class SequentialFilters(WithOwnSteps):
-    """top-p looks at what top-k left, renormalised."""
-
-    @staticmethod
-    def filter_mask(ordered, info):
-        ranks = torch.arange(ordered.shape[1], device=ordered.device)
-        left = ordered.double().exp().masked_fill(ranks >= info.top_ks[:, None], 0.0)
-        return correct_filter_mask(ordered, top_p_of(left, ordered, info))
-
-
-@mutant_of("sampler")
 class TopPAfterMinP(WithOwnSteps):
     """top-p looks at what min-p left, renormalised."""
 
@@ -105,18 +73,6 @@ class TopPAfterMinP(WithOwnSteps):
 
 
 @mutant_of("sampler")
-class MinPRelativeToOne(WithOwnSteps):
-    """min_p is taken for a probability, not for a share of the largest."""
-
-    @staticmethod
-    def filter_mask(ordered, info):
-        p = ordered.double().softmax(-1)
-        keep = p >= info.min_ps[:, None]
-        keep[:, 0] = True
-        return correct_filter_mask(ordered, replace(info, min_ps=torch.zeros_like(info.min_ps))) & keep
-
-
-@mutant_of("sampler")
 class FiltersOfTheFirstRow(WithOwnSteps):
     """One top_k for the whole batch."""
 
@@ -125,33 +81,7 @@ class FiltersOfTheFirstRow(WithOwnSteps):
         return correct_filter_mask(ordered, replace(info, top_ks=info.top_ks[:1].expand_as(info.top_ks)))
 
 
-@mutant_of("sampler")
-class TiesInAnyOrder(WithOwnSteps):
-    """Equal tokens are ordered as the sort happens to leave them: here the highest id first."""
-
-    @staticmethod
-    def sort_descending(values, num=None):
-        ordered, ids = sort_descending(values.flip(-1), num)
-        return ordered, values.shape[-1] - 1 - ids
-
-
 # Noise
-
-
-@mutant_of("sampler")
-class NoiseByRank(WithOwnSteps):
-    """A token's noise depends on its place after sorting."""
-
-    @staticmethod
-    def draw(scaled, info, positions):
-        _, ids = sort_descending(scaled)
-        ranks = torch.empty_like(ids).scatter(-1, ids, torch.arange(ids.shape[-1]).expand_as(ids))
-
-        def noise_by_rank(seeds, positions, token_ids):
-            return gumbel_noise(seeds, positions, ranks)
-
-        with patch.object(steps, "gumbel_noise", noise_by_rank):
-            return correct_draw(scaled, info, positions)
 
 
 @mutant_of("sampler")
@@ -193,15 +123,6 @@ class NoiseOfAGenerator(WithOwnSteps):
         return -torch.log(torch.empty(shape, device=token_ids.device).exponential_()).double()
 
 
-@mutant_of("sampler")
-class NoiseOnScaledHalves(WithOwnSteps):
-    """Logits are rounded to bfloat16 before the noise is added."""
-
-    @staticmethod
-    def scale(logits, max_logits, temperatures):
-        return correct_scale(logits, max_logits, temperatures).bfloat16().float()
-
-
 # Penalties, masks, bias
 
 
@@ -230,15 +151,6 @@ class PenaltiesCountThePrompt(WithOwnSteps):
             counts = info.output_counts + info.prompt_mask.int()
             info = replace(info, output_counts=counts, repetition_penalties=None)
         return correct_apply_penalties(logits, info)
-
-
-@mutant_of("sampler")
-class RepetitionSparesThePrompt(WithOwnSteps):
-    """The repetition penalty looks at the output only."""
-
-    @staticmethod
-    def apply_penalties(logits, info):
-        return correct_apply_penalties(logits, replace(info, prompt_mask=None))
 
 
 @mutant_of("sampler")
@@ -293,3 +205,21 @@ class GreedyIsArgmaxOfTheRawLogits(Sampler):
         if info.is_all_greedy and not info.return_logprob:
             return SampleOutput(logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1))
         return super().sample(logits, info, positions)
+
+
+bug = bugs_in("sampler", "reference.sampler:Sampler", folder="reference.")
+# fmt: off
+bug("NearlyGreedyIsGreedy", "A temperature near zero takes the first of the best.",
+    ("sampler", "torch.where(info.is_greedy, next_token_ids, drawn)",
+     "torch.where(info.is_greedy | (info.temperatures < 1e-3), next_token_ids, drawn)"))
+bug("ImpossibleIsUnlikely", "A logit of -inf counts as -6.",
+    ("sampler", "logits = logits.float()\n", "logits = logits.float().clamp(min=-6.0)\n"))
+bug("RefusesEmptyBatches", "A batch without rows is refused.",
+    ("sampler", "logits = logits.float()\n", "logits = logits.float()\n        assert len(logits)\n"))
+bug("NoiseOfTwoPositions", "Two consecutive positions have the same noise.",
+    ("sampler", "info.seeds[:, None], positions[:, None],", "info.seeds[:, None], positions[:, None] // 2,"))
+bug("GreedyRowsTakeTheLastOfTies", "Greedy rows take the highest id of equal logits.",
+    ("sampler", "= logits.argmax(dim=-1)\n", "= logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)\n"))
+bug("AskingMovesThePosition", "Rows that ask for log-probabilities draw with the noise of the next token.",
+    ("sampler", "logits = logits.float()\n",
+     "logits, positions = logits.float(), positions + int(info.return_logprob)\n"))

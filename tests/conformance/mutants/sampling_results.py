@@ -61,16 +61,6 @@ class NanSpoilsTheBatch(Sampler):
 
 
 @mutant_of("sampler")
-class NanIsNothing(Sampler):
-    """NaN is taken for -inf: a broken row goes on as if nothing had happened."""
-
-    def sample(self, logits, info, positions):
-        return super().sample(
-            logits.nan_to_num(nan=NEG_INF, posinf=torch.inf, neginf=NEG_INF), info, positions
-        )
-
-
-@mutant_of("sampler")
 class NanBehindAMask(Sampler):
     """NaN is looked for after masking: a banned one is missed."""
 
@@ -115,29 +105,6 @@ class LogprobsAfterTheFilter(Sampler):
         least = sort_descending(scaled)[0].gather(1, info.top_ks[:, None] - 1)
         left = torch.where((scaled >= least) | info.is_greedy[:, None], scaled, NEG_INF)
         return output._replace(logprobs=logprobs_of(left, output.next_token_ids, info.num_top_logprobs))
-
-
-@mutant_of("sampler")
-class TemperatureOfGreedyLogprobs(Sampler):
-    """Greedy is a tiny temperature, also in the log-probabilities: all 0 or -inf."""
-
-    def sample(self, logits, info, positions):
-        cold = torch.where(info.is_greedy, 1e-3, info.temperatures)
-        return super().sample(logits, replace(info, temperatures=cold), positions)
-
-
-@mutant_of("sampler")
-class LogprobsWithoutTemperature(Sampler):
-    """They are those of temperature 1."""
-
-    def sample(self, logits, info, positions):
-        output = super().sample(logits, info, positions)
-        adjusted = apply_masks(apply_penalties(logits, info), info)
-        if info.logit_bias is not None:
-            adjusted = adjusted + info.logit_bias
-        if output.logprobs is None:
-            return output
-        return output._replace(logprobs=logprobs_of(adjusted, output.next_token_ids, info.num_top_logprobs))
 
 
 @mutant_of("sampler")

@@ -11,7 +11,7 @@ from diptych.reference.schedule_policy import SchedulePolicy
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.interfaces import AddReqResult, PolicyResult, RadixKey
 from diptych.shared.types import FinishReason, ForwardBatch, Req, ScheduleBatch
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("scheduler")
@@ -294,14 +294,6 @@ class UnstableOrder(SchedulePolicy):
 
 
 @mutant_of("schedule_policy")
-class SharedPrefixesDoNotWait(SchedulePolicy):
-    """Requests that share a new prefix are all computed at once."""
-
-    def order(self, waiting_queue, running) -> PolicyResult:
-        return super().order(waiting_queue, running)._replace(deprioritized=frozenset())
-
-
-@mutant_of("schedule_policy")
 class MatchesLongQueues(SchedulePolicy):
     """lpm matches and sorts any queue, however long."""
 
@@ -309,16 +301,48 @@ class MatchesLongQueues(SchedulePolicy):
         return super()._effective_policy(min(num_waiting, 1))
 
 
-@mutant_of("schedule_policy")
-class IgnoresNamespaces(SchedulePolicy):
-    """In-batch prefixes are compared across namespaces."""
+policy_bug = bugs_in("schedule_policy", "reference.schedule_policy:SchedulePolicy", folder="reference.")
+# fmt: off
+policy_bug("EqualsInTheOrderOfTheQueue", "Among equal priorities the time in the queue does not count.",
+           ("schedule_policy", '"fcfs": req.queue_start_time if by_priority else 0', '"fcfs": 0'))
+policy_bug("OneSeedForAll", "The generator does not have the seed of the configuration.",
+           ("schedule_policy", "random.Random(config.random_seed)", "random.Random(0)"))
+policy_bug("ShortestMatchFirst", "lpm begins with the shortest match.",
+           ("schedule_policy", "key=lambda req: -len(matches[req]", "key=lambda req: len(matches[req]"))
+policy_bug("RandomWithoutACache", "Without a cache the order is random.",
+           ("schedule_policy", 'self.tree_cache.disable:\n            return "fcfs"',
+            'self.tree_cache.disable:\n            return "random"'))
+policy_bug("WalksTheQueueItself", "The order is read from the queue while it changes.",
+           ("schedule_policy", 'if policy == "random" else reqs,',
+            'if policy == "random" else (waiting_queue[i] for i in range(len(reqs))),'))
+policy_bug("EqualWeightsByNode",
+           "Of equally heavy subtrees the oldest node comes first, not the first request's.",
+           ("schedule_policy", "(-weight[child], first[child])", "(-weight[child], child)"))
 
-    def _match_prefixes(self, queue):
-        keys = [req.extra_key for req in queue]
-        for req in queue:
-            req.extra_key = None
-        try:
-            return super()._match_prefixes(queue)
-        finally:
-            for req, key in zip(queue, keys):
-                req.extra_key = key
+
+adder_bug = bugs_in("prefill_adder", "reference.prefill_adder:PrefillAdder", folder="reference.")
+adder_bug("FillsTheLastToken", "A request may take all memory with its output.",
+          ("prefill_adder", "+ _clipped_max_new(req) < self.rem_total_tokens",
+           "+ _clipped_max_new(req) <= self.rem_total_tokens"))
+adder_bug("ALoneRequestReservesItsOutput", "A request alone needs room for all of its output.",
+          ("prefill_adder", "if not self.running and not self.can_run_list:", "if False:"))
+adder_bug("MeetsTheInputBudget", "The next request may use the whole input budget.",
+          ("prefill_adder", ">= self.rem_input_tokens", "> self.rem_input_tokens"))
+adder_bug("OldestVictimFirst", "Of equal priorities the request that waited longest is preempted.",
+          ("prefill_adder", "(r.priority, -r.queue_start_time)", "(r.priority, r.queue_start_time)"))
+adder_bug("PreemptsInVain", "Requests are preempted though they do not make enough room.",
+          ("prefill_adder", "if missing > 0:", "if not victims:"))
+adder_bug("MeetsTheGap", "A priority gap that is met suffices.",
+          ("prefill_adder", "> min_priority_gap", "> min_priority_gap - 1"))
+adder_bug("WaitsWithoutACache", "A request waits for a prefix that no cache will keep.",
+          ("prefill_adder", "None if tree_cache.disable else budget", "budget"))
+adder_bug("ChargesTokens", "Budgets are reduced by tokens, not by pages.",
+          ("prefill_adder", "num_tokens = round_up_to_page(extend_len, self.page_size)",
+           "num_tokens = extend_len"))
+adder_bug("ChunksByTheBudgetAlone", "A chunk may be larger than the free memory.",
+          ("prefill_adder",
+           "limit = num_free if self.rem_chunk_tokens is None else min(num_free, self.rem_chunk_tokens)",
+           "limit = self.rem_chunk_tokens"))
+policy_bug("EqualWeightsByTheLastRequest",
+           "Of equally heavy subtrees the one with the last request goes first.",
+           ("schedule_policy", "first.setdefault(node, place)", "first[node] = -place"))

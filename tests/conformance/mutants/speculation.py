@@ -13,9 +13,7 @@ from diptych.reference.scheduler import Scheduler
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.reference.speculative.tree import TreeRound
 from diptych.shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
-from tests.conformance.mutants.mutant import Mutant
-
-SHAPES, LIMITS = ("scheduler.speculation",), ("scheduler.speculation_limits",)
+from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
 
 
 def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
@@ -31,12 +29,7 @@ def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
             else:
                 self.decoding.round = impl(self.context_len, parts)
 
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("scheduler", impl.__name__, Speculating, SHAPES)
-
-
-def limited(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
-    return replace(speculating(impl), first=LIMITS)
+    return plant("scheduler", Speculating, impl)
 
 
 @speculating
@@ -156,7 +149,7 @@ class PositionsOfSlots(TreeRound):
         )
 
 
-@limited
+@speculating
 class PositionsBehindTheEnd(TreeRound):
     """Nodes behind the end of the context get positions that the model does not have."""
 
@@ -164,7 +157,7 @@ class PositionsBehindTheEnd(TreeRound):
         super().__init__(context_len + 1000, parts)
 
 
-@limited
+@speculating
 class EvictsInVain(SpeculativeDecoding):
     """The prefix cache is emptied for drafts that do not fit even then."""
 
@@ -187,7 +180,7 @@ class SamplesWithTheRootsCounts(TreeRound):
         return replace(info, output_counts=info.output_counts[::num].repeat_interleave(num, dim=0))
 
 
-@limited
+@speculating
 class NoRowIsLongEnough(SpeculativeDecoding):
     """Slots are written into the row as if it were as long as the context and no longer."""
 
@@ -197,9 +190,7 @@ class NoRowIsLongEnough(SpeculativeDecoding):
         return super()._prepare_round(reqs)
 
 
-def of_scheduler(impl: type[Scheduler]) -> Mutant:
-    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("scheduler", impl.__name__, impl, LIMITS)
+of_scheduler = mutant_of("scheduler")
 
 
 @of_scheduler

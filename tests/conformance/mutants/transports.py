@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from diptych.reference.parallel.transport import Frame, SharedMemoryTransport, Transport
-from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("transport")
@@ -34,15 +34,6 @@ class DoneWhenSent(Transport):
     def send(self, room, source_pages, target_pages):
         super().send(room, source_pages, target_pages)
         self._end(room, "done")
-
-
-@mutant_of("transport")
-class ForgetsEarlyAborts(Transport):
-    """An abort that arrives before the sender knows of the room is lost."""
-
-    def _abort_sender(self, room):
-        if room in self._rooms:
-            super()._abort_sender(room)
 
 
 @mutant_of("transport")
@@ -113,3 +104,10 @@ class AbortsWhatIsDone(Transport):
     def abort(self, room):
         super().abort(room)
         self._early_aborts.add(room)
+
+
+bug = bugs_in("transport", "reference.parallel.transport:Transport", folder="reference.parallel.")
+# fmt: off
+bug("NewestMessageFirst", "Messages are given newest first.",
+    ("transport", "found, self._messages = self._messages, []",
+     "found, self._messages = self._messages[::-1], []"))

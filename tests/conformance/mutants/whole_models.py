@@ -13,18 +13,17 @@ from diptych.reference.model_runner import ModelRunner
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput
-from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
+from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of, plant
 
 
 def mixed_into_every_model(changes: type) -> Mutant:
     """Methods that come before those of the model class of every family."""
-    assert changes.__doc__, f"{changes.__name__}: say what goes wrong"
 
     def model_class(architecture: str) -> type[CausalLM]:
         base = diptych.reference.models.model_class(architecture)
         return type(base.__name__, (changes, base), {})
 
-    return Mutant("models", changes.__name__, module_with(diptych.reference.models, model_class=model_class))
+    return plant("models", module_with(diptych.reference.models, model_class=model_class), changes)
 
 
 # Models
