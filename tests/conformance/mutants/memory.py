@@ -189,3 +189,8 @@ bug("FreesAnyRow", "A row that is not allocated can be freed.",
 bug("ClearKeepsRows", "clear leaves rows allocated.",
     ("memory_pool", "self._free_rows = deque(range(1, self.size + 1))",
      'self._free_rows = getattr(self, "_free_rows", deque(range(1, self.size + 1)))'))
+bug("ClearKeepsPages", "clear leaves pages allocated.",
+    ("memory_pool", "self._free_pages = deque(range(1, self.size // self.page_size + 1))",
+     'self._free_pages = getattr(self, "_free_pages", deque(range(1, self.size // self.page_size + 1)))'))
+bug("SharesTheLastNewPage", "The next request of a batch begins on the page on which the one before ends.",
+    ("memory_pool", "num_taken += round_up_to_page(num_left, page_size)", "num_taken += num_left"))
