@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from diptych.shared.config import MLAConfig, ModelConfig
+from diptych.shared.config import MLAConfig, ModelConfig, MoEConfig
 from diptych.shared.config.families import FAMILIES, Family
 from diptych.shared.loading.kv_scales import is_kv_scale
 
@@ -137,70 +137,85 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
     )
 
 
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes of weights by name, added part by part."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def linear(self, name: str, num_out: int, num_in: int, bias: bool = False) -> None:
+        self[f"{name}.weight"] = (num_out, num_in)
+        if bias:
+            self[f"{name}.bias"] = (num_out,)
+
+    def mlp(self, name: str, intermediate_size: int, bias: bool = False) -> None:
+        hidden_size = self.config.hidden_size
+        self.linear(f"{name}.gate_proj", intermediate_size, hidden_size, bias)
+        self.linear(f"{name}.up_proj", intermediate_size, hidden_size, bias)
+        self.linear(f"{name}.down_proj", hidden_size, intermediate_size, bias)
+
+    def mla(self, name: str, mla: MLAConfig) -> None:
+        """Projections of latent attention to q, and to keys and values."""
+        config, q_size = self.config, self.config.num_qo_heads * self.config.head_dim
+        if mla.q_lora_rank is None:
+            self.linear(f"{name}.q_proj", q_size, config.hidden_size)
+        else:
+            self.linear(f"{name}.q_a_proj", mla.q_lora_rank, config.hidden_size, config.qkv_bias)
+            self[f"{name}.q_a_layernorm.weight"] = (mla.q_lora_rank,)
+            self.linear(f"{name}.q_b_proj", q_size, mla.q_lora_rank)
+        self.linear(f"{name}.kv_a_proj_with_mqa", mla.row_size, config.hidden_size, config.qkv_bias)
+        self[f"{name}.kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
+        num_out = config.num_qo_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.linear(f"{name}.kv_b_proj", num_out, mla.kv_lora_rank)
+
+    def attention(self, name: str) -> None:
+        config, hidden_size, head_dim = self.config, self.config.hidden_size, self.config.head_dim
+        if config.mla is not None:
+            self.mla(name, config.mla)
+        else:
+            self.linear(f"{name}.q_proj", config.num_qo_heads * head_dim, hidden_size, config.qkv_bias)
+            self.linear(f"{name}.k_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
+            self.linear(f"{name}.v_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
+        if config.qk_norm:
+            self[f"{name}.q_norm.weight"] = (head_dim,)
+            self[f"{name}.k_norm.weight"] = (head_dim,)
+        self.linear(f"{name}.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias)
+        if config.attn_sinks:
+            self[f"{name}.sinks"] = (config.num_qo_heads,)
+
+    def experts(self, name: str, moe: MoEConfig) -> None:
+        """Router, experts, and the experts that every token takes."""
+        self.linear(f"{name}.gate", moe.num_experts, self.config.hidden_size, moe.bias)
+        if moe.routing == "biased-grouped":
+            self[f"{name}.correction_bias"] = (moe.num_experts,)
+        for expert_id in range(moe.num_local_experts or moe.num_experts):
+            self.mlp(f"{name}.experts.{expert_id}", moe.intermediate_size, moe.bias)
+        if moe.shared_intermediate_size > 0:
+            self.mlp(f"{name}.shared_experts", moe.shared_intermediate_size)
+            if moe.shared_expert_gate:
+                self.linear(f"{name}.shared_expert_gate", 1, self.config.hidden_size)
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of the model, by canonical name, in the order in which the model uses them."""
-    hidden_size, head_dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_qo_heads * head_dim, config.num_kv_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden_size)}
-
-    def linear(name: str, num_out: int, num_in: int, bias: bool = False) -> None:
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if bias:
-            shapes[f"{name}.bias"] = (num_out,)
-
-    def mlp(name: str, intermediate_size: int, bias: bool = False) -> None:
-        linear(f"{name}.gate_proj", intermediate_size, hidden_size, bias)
-        linear(f"{name}.up_proj", intermediate_size, hidden_size, bias)
-        linear(f"{name}.down_proj", hidden_size, intermediate_size, bias)
-
-    def mla_weights(name: str, mla: MLAConfig) -> None:
-        if mla.q_lora_rank is None:
-            linear(f"{name}.q_proj", q_size, hidden_size)
-        else:
-            linear(f"{name}.q_a_proj", mla.q_lora_rank, hidden_size, config.qkv_bias)
-            shapes[f"{name}.q_a_layernorm.weight"] = (mla.q_lora_rank,)
-            linear(f"{name}.q_b_proj", q_size, mla.q_lora_rank)
-        linear(f"{name}.kv_a_proj_with_mqa", mla.row_size, hidden_size, config.qkv_bias)
-        shapes[f"{name}.kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
-        num_out = config.num_qo_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        linear(f"{name}.kv_b_proj", num_out, mla.kv_lora_rank)
-
+    shapes = _Shapes(config)
+    shapes["model.embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     for layer_id in range(config.num_hidden_layers):
         layer = f"model.layers.{layer_id}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden_size,)
-        if config.mla is not None:
-            mla_weights(f"{layer}.self_attn", config.mla)
-        else:
-            linear(f"{layer}.self_attn.q_proj", q_size, hidden_size, config.qkv_bias)
-            linear(f"{layer}.self_attn.k_proj", kv_size, hidden_size, config.qkv_bias)
-            linear(f"{layer}.self_attn.v_proj", kv_size, hidden_size, config.qkv_bias)
-        if config.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
-        linear(
-            f"{layer}.self_attn.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias
-        )
-        if config.attn_sinks:
-            shapes[f"{layer}.self_attn.sinks"] = (config.num_qo_heads,)
+        shapes[f"{layer}.input_layernorm.weight"] = (config.hidden_size,)
+        shapes.attention(f"{layer}.self_attn")
         norms = ["post_attention_layernorm"]
         if config.post_norms:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes |= {f"{layer}.{norm}.weight": (hidden_size,) for norm in norms}
+        shapes |= {f"{layer}.{norm}.weight": (config.hidden_size,) for norm in norms}
         if config.moe is not None and layer_id in config.moe_layers:
-            linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size, config.moe.bias)
-            if config.moe.routing == "biased-grouped":
-                shapes[f"{layer}.mlp.correction_bias"] = (config.moe.num_experts,)
-            for expert_id in range(config.moe.num_local_experts or config.moe.num_experts):
-                mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size, config.moe.bias)
-            if config.moe.shared_intermediate_size > 0:
-                mlp(f"{layer}.mlp.shared_experts", config.moe.shared_intermediate_size)
-                if config.moe.shared_expert_gate:
-                    linear(f"{layer}.mlp.shared_expert_gate", 1, hidden_size)
+            shapes.experts(f"{layer}.mlp", config.moe)
         else:
-            mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)
-    shapes["model.norm.weight"] = (hidden_size,)
+            shapes.mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)
+    shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        linear("lm_head", config.vocab_size, hidden_size)
+        shapes.linear("lm_head", config.vocab_size, config.hidden_size)
     return shapes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Annotated, Any
 
@@ -25,13 +26,7 @@ MAX_FLUSH_SECONDS = 600.0
 
 def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     """Operations on the engine. With API keys they need one; without, they answer loopback only."""
-
-    def guard(request: Request) -> None:
-        host = request.client.host if request.client is not None else None
-        if not state.settings.api_keys and host is not None and not _is_loopback(host):
-            raise ApiError(403, "admin endpoints answer loopback only, or need an API key")
-
-    admin = [Depends(guard)]
+    admin = [Depends(_guard(state))]
 
     @app.post("/flush_cache", dependencies=admin)
     async def flush_cache(
@@ -68,6 +63,35 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
         state.client.load.is_paused = False
         return {"paused": False}
 
+    @app.get("/server_info", dependencies=admin)
+    @app.get("/get_server_info", dependencies=admin)
+    async def server_info() -> dict[str, Any]:
+        load = await state.client.control("load")
+        verifications = load["num_verifications"]
+        accept = load["num_accepted_tokens"] / max(verifications, 1) + (verifications > 0)
+        return {
+            "model": state.model_name,
+            "context_len": state.ready.context_len,
+            "max_total_num_tokens": state.ready.max_total_tokens,
+            "components": state.ready.description,
+            "num_live_requests": state.client.num_live,
+            "load": load,
+            "internal_states": [{"avg_spec_accept_length": accept}],
+        }
+
+    _add_lora_routes(app, state, admin)
+
+
+def _guard(state: ServerState) -> Callable[[Request], None]:
+    def guard(request: Request) -> None:
+        host = request.client.host if request.client is not None else None
+        if not state.settings.api_keys and host is not None and not _is_loopback(host):
+            raise ApiError(403, "admin endpoints answer loopback only, or need an API key")
+
+    return guard
+
+
+def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:
     @app.post("/load_lora_adapter", dependencies=admin)
     @app.post("/v1/load_lora_adapter", dependencies=admin)
     async def load_lora_adapter(body: LoadLoraRequest) -> dict[str, Any]:
@@ -91,22 +115,6 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
             raise bad_request(str(error), "lora_name") from None
         state.adapters.discard(body.lora_name)
         return {"success": True, "loaded_adapters": sorted(state.adapters)}
-
-    @app.get("/server_info", dependencies=admin)
-    @app.get("/get_server_info", dependencies=admin)
-    async def server_info() -> dict[str, Any]:
-        load = await state.client.control("load")
-        verifications = load["num_verifications"]
-        accept = load["num_accepted_tokens"] / max(verifications, 1) + (verifications > 0)
-        return {
-            "model": state.model_name,
-            "context_len": state.ready.context_len,
-            "max_total_num_tokens": state.ready.max_total_tokens,
-            "components": state.ready.description,
-            "num_live_requests": state.client.num_live,
-            "load": load,
-            "internal_states": [{"avg_spec_accept_length": accept}],
-        }
 
 
 async def _flush(state: ServerState, seconds: float) -> bool:

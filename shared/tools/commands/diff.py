@@ -130,27 +130,32 @@ def diff(
     has_server = diff_servers.is_url(a) or diff_servers.is_url(b)
     choices = tuple({} if diff_servers.is_url(side) else parse_side(side) for side in (a, b))
     sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
-    common: dict[str, Any] = {
-        "model": model,
-        "load_format": load_format,
-        "random_seed": random_seed,
+    common: dict[str, Any] = {"model": model, "load_format": load_format, "random_seed": random_seed}
+    common |= {
         "dtype": dtype,
+        "device": device,
+        "max_total_tokens": MAX_TOTAL_TOKENS,
+        "disable_cuda_graph": not graphs,
     }
-    common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS, "disable_cuda_graph": not graphs}
     for side, its_model in zip(sides, (a_model, b_model)):
         side |= {} if its_model is None else {"model": its_model}
     flags = (common | sides[0], common | sides[1])
     labels = _label(choices[0], a_flags), _label(choices[1], b_flags)
+    only_of_panels = {
+        "--teacher-forced": teacher_forced,
+        "--strict-schedule": strict_schedule,
+        "--graphs": graphs,
+        "--steps": steps is not None,
+    }
     if has_server or diff_precision.is_precision(*flags):
-        for name, is_given in (("--teacher-forced", teacher_forced), ("--strict-schedule", strict_schedule),
-                               ("--graphs", graphs), ("--steps", steps is not None)):  # fmt: skip
-            if is_given:
-                raise ValueError(f"{name} does not apply to servers, or to two precisions or models")
+        refuse(only_of_panels, "servers, or to two precisions or models")
     if has_server:
-        for name, is_given in (("--max-kl", max_kl is not None), ("--ignore-eos", ignore_eos),
-                               ("--a-model and --b-model", bool(a_model or b_model))):  # fmt: skip
-            if is_given:
-                raise ValueError(f"{name} does not apply to servers")
+        not_of_servers = {
+            "--max-kl": max_kl is not None,
+            "--ignore-eos": ignore_eos,
+            "--a-model and --b-model": bool(a_model or b_model),
+        }
+        refuse(not_of_servers, "servers")
         status = diff_servers.diff_servers((a, b), flags, labels, prompt, raw, max_new_tokens, api_key, out)
         raise typer.Exit(status)
     if diff_precision.is_precision(*flags):
@@ -161,26 +166,9 @@ def diff(
     if max_kl is not None:
         raise ValueError("--max-kl needs two precisions or models: --b-model, --b-flags quantization=fp8")
 
-    from diptych.shared.engine.llm import LLM
-    from diptych.shared.tools.conformance.diff.lockstep import Lockstep
-    from diptych.shared.types import SamplingParams
-
-    engines = [LLM(**side) for side in flags]
-    launch.use_one_thread_for_a_small_model(engines[0])
-    prompts = make_prompts(engines[0], prompt, raw, random_seed)
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
-    lockstep = Lockstep(
-        *engines, teacher_forced=teacher_forced, strict_schedule=strict_schedule, graphs=graphs
-    )
-    outcome = _run(lockstep, prompts, params, steps)
-    facts = {
-        "A": labels[0],
-        "B": labels[1],
-        "model": model,
-        "dtype, device": f"{str(outcome.dtype).removeprefix('torch.')}, {engines[1].config.device}",
-        "prompts": f"{len(prompts)}, at most {max_new_tokens} new tokens each, greedy"
-        + ", B with A's tokens" * teacher_forced,
-    }
+    modes = {"teacher_forced": teacher_forced, "strict_schedule": strict_schedule, "graphs": graphs}
+    params = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
+    outcome, facts = _compare(flags, labels, prompt, raw, params, modes, steps)
     print_outcome(outcome, facts)
     if out is not None:
         from diptych.shared.tools.conformance.diff.diff_report import write_report
@@ -188,6 +176,41 @@ def diff(
         print("written:", *write_report(outcome, out, facts))
     if outcome.divergence is not None:
         raise typer.Exit(1)
+
+
+def _compare(
+    flags: tuple[dict[str, Any], dict[str, Any]],
+    labels: tuple[str, str],
+    texts: list[str] | None,
+    raw: bool,
+    params: dict[str, Any],
+    modes: dict[str, bool],
+    steps: int | None,
+) -> tuple[Outcome, dict[str, str]]:
+    """Run two panels in lockstep, in `modes` of `Lockstep`. Returns the outcome and facts about the run."""
+    from diptych.shared.engine.llm import LLM
+    from diptych.shared.tools.conformance.diff.lockstep import Lockstep
+    from diptych.shared.types import SamplingParams
+
+    engines = [LLM(**side) for side in flags]
+    launch.use_one_thread_for_a_small_model(engines[0])
+    prompts = make_prompts(engines[0], texts, raw, flags[0]["random_seed"])
+    outcome = _run(Lockstep(*engines, **modes), prompts, SamplingParams(**params), steps)
+    facts = {
+        "A": labels[0],
+        "B": labels[1],
+        "model": flags[0]["model"],
+        "dtype, device": f"{str(outcome.dtype).removeprefix('torch.')}, {engines[1].config.device}",
+        "prompts": f"{len(prompts)}, at most {params['max_new_tokens']} new tokens each, greedy"
+        + ", B with A's tokens" * modes["teacher_forced"],
+    }
+    return outcome, facts
+
+
+def refuse(given: dict[str, bool], what: str) -> None:
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} does not apply to {what}")
 
 
 def parse_side(text: str) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.diff.server_diff import ServerDiff
 
 from diptych.shared.tools.commands.diff_precision import print_choices
 from diptych.shared.tools.commands.diff_prompts import encode_prompts
@@ -25,10 +28,6 @@ def diff_servers(
 ) -> int:
     """Compare, print, and write the page into `out`. `flags`: engine flags of a side that is a panel. Returns
     the exit status."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from diptych.shared.engine.llm import LLM
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.text.tokenizer import Tokenizer
@@ -40,7 +39,6 @@ def diff_servers(
     )
     from diptych.shared.tools.conformance.diff.server_diff_report import (
         choice_tables,
-        rows,
         write_server_report,
     )
     from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_of
@@ -66,6 +64,23 @@ def diff_servers(
         "tolerance": f"of {name}, on both sides: {tolerance.reason}",
         "texts": f"{len(prompts)}: a prompt and A's greedy answer, at most {max_tokens} tokens",
     }
+    _print_summary(found, facts)
+    choices = choice_tables(found, tokenizer)
+    print_choices(choices)
+    if out is not None:
+        print("written:", write_server_report(found, out, facts, choices))
+    if not found.positions:
+        return 2
+    return 0 if found.is_same else 1
+
+
+def _print_summary(found: ServerDiff, facts: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from diptych.shared.tools.conformance.diff.server_diff_report import rows
+
     console = Console()
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -75,10 +90,3 @@ def diff_servers(
     console.print(grid)
     console.print()
     console.print(Text(found.sentence(), style="bold green" if found.is_same else "bold red"))
-    choices = choice_tables(found, tokenizer)
-    print_choices(choices)
-    if out is not None:
-        print("written:", write_server_report(found, out, facts, choices))
-    if not found.positions:
-        return 2
-    return 0 if found.is_same else 1

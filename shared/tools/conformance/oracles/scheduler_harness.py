@@ -123,7 +123,17 @@ class SchedulerHarness:
         if self.drafter is not None:
             self.drafter.allocate(self.req_to_token_pool, pool_tokens + page_size)
         self.sampler = component("sampler")()
-        parts = SchedulerParts(
+        self.scheduler = component("scheduler")(
+            self.config, model_config(context_len), self._parts(component)
+        )
+        self.reqs: dict[str, Req] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.log: list[StepOutput] = []
+
+    def _parts(self, component: Callable[[str], Any]) -> SchedulerParts:
+        return SchedulerParts(
             model_runner=self.model_runner,
             sampler=self.sampler,
             req_to_token_pool=self.req_to_token_pool,
@@ -138,12 +148,6 @@ class SchedulerHarness:
             draft_tree=component("draft_tree")() if self.drafter is not None else None,
             kv_pool=LedgerKVPool(self.model_runner),  # type: ignore[arg-type]
         )
-        self.scheduler = component("scheduler")(self.config, model_config(context_len), parts)
-        self.reqs: dict[str, Req] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.logprobs: dict[str, list[TokenLogprob]] = {}
-        self.ended: dict[str, FinishReason] = {}
-        self.log: list[StepOutput] = []
 
     def submit(
         self,
