@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, str]] = {
     "tp": {"tp": "2"},
     "pp": {"pp": "2"},
     "dp": {"dp": "2"},
-    "dp attention": {"model": "tiny-moe", "dp": "2", "tp": "2", "ep": "2", "dp-attention": "true"},
+    "dp attention": {"model": "tiny-moe", "dp": "2", "ep": "2", "dp-attention": "true"},
     "ep": {"model": "tiny-moe", "tp": "2", "ep": "2"},
     "disaggregation": {"disaggregation": "true"},
     "n-gram": {"speculative": "ngram"},
@@ -48,19 +48,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def options(mode: dict[str, str], of_diff: bool) -> list[str]:
     """The flags of a mode as options; of `diff` those of side B."""
-    flags = FLAGS | mode
+    flags, words = FLAGS | mode, []
     if of_diff:
-        both = {
-            "device": flags.pop("device"),
-            "dtype": flags.pop("dtype"),
-            "model": flags.pop("model", "tiny-dense"),
-        }
-        b_flags = ",".join(
-            f"{name.replace('-', '_')}={value}" for name, value in flags.items() if name != "panel"
-        )
-        sides = ["--a", "reference", "--b", flags["panel"], "--b-flags", b_flags]
-        return [*sides, *(word for name, value in both.items() for word in (f"--{name}", value))]
-    return [word for name, value in flags.items() for word in (f"--{name}", value) if word != "true"]
+        panel = flags.pop("panel")
+        words = ["--a", panel, "--b", flags.pop("use", panel), "--b-flags"]
+        of_both = {name: flags.pop(name) for name in ("device", "dtype", "model") if name in flags}
+        words.append(",".join(f"{name.replace('-', '_')}={value}" for name, value in flags.items()))
+        flags = of_both
+    options = [word for name, value in flags.items() for word in (f"--{name}", value) if word != "true"]
+    return [*words, *options]
 
 
 FAST = [("generate", "disaggregation"), ("json", "tp")]

@@ -1,4 +1,4 @@
-"""The GitHub Action: its inputs are used, its steps are well-formed, and its commands check a project."""
+"""The workflow of forks; the GitHub Action: its inputs are used, its steps well-formed, its commands work."""
 
 from __future__ import annotations
 
@@ -63,6 +63,14 @@ def test_commands_are_bash_with_variables_that_the_step_sets() -> None:
 def test_diptych_is_installed_from_the_actions_own_checkout() -> None:
     folder = Path(environment("Install")["DIPTYCH"])
     assert (folder / "pyproject.toml").samefile(ROOT / "pyproject.toml")
+
+
+def test_forks_run_the_tests_on_the_oldest_python_that_is_supported() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["test"]
+    assert job["steps"][-1] == {"run": "make test"}
+    oldest = job["strategy"]["matrix"]["python"][0]
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.full

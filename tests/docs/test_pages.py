@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+QUOTE = DOCS / "changelog.md"  # all of CHANGELOG.md
+PAGES = sorted([*({*DOCS.rglob("*.md")} - {QUOTE}), ROOT / "README.md", ROOT / "CHANGELOG.md"])
 READ = [page for page in PAGES if page.parent.name != "lab"]  # without the record
 
 _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
@@ -67,8 +68,9 @@ def test_drawings_have_a_title() -> None:
     assert untitled == []
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_a_page_at_the_root_lead_to_files(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
