@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -34,11 +34,8 @@ class BatchStep:
     replay_sampler: dict[SamplingKind, CapturedCall] = field(default_factory=dict)
 
 
-class SampledStep(NamedTuple):
-    """A step with graphs of model and sampler, and the kind of sampling."""
-
-    step: BatchStep
-    kind: SamplingKind
+SampledStep = tuple[BatchStep, SamplingKind]
+"""A step with graphs of model and sampler, and the kind of sampling."""
 
 
 @dataclass
@@ -115,9 +112,9 @@ class BatchSteps(Steps):
         self, batch: ForwardBatch, info: SamplingBatchInfo, sampler: Sampler, num_token_ids: int
     ) -> SampledStep | None:
         step, kind = self._step_for(batch), SamplingKind.of(info)
-        if kind not in step.replay_sampler or self.results.sampled_by != (sampler, num_token_ids):
+        if kind is None or kind not in step.replay_sampler:
             return None
-        return SampledStep(step, kind)
+        return (step, kind) if self.results.sampled_by == (sampler, num_token_ids) else None
 
     def run_and_sample(
         self, batch: ForwardBatch, layers: Layers, info: SamplingBatchInfo, sampled_step: SampledStep

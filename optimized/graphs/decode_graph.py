@@ -42,11 +42,18 @@ class SamplingKind(Enum):
     @staticmethod
     def of(info: SamplingBatchInfo) -> SamplingKind | None:
         """The kind of a batch; None if it has tensors as wide as the vocabulary, or outputs beyond ids."""
-        extras = (
-            info.logit_bias, info.banned, info.vocab_mask, info.output_counts, info.prompt_mask,
-            info.frequency_penalties, info.presence_penalties, info.repetition_penalties,
-        )  # fmt: skip
-        if info.return_logprob or info.processors or any(extra is not None for extra in extras):
+        if (
+            info.return_logprob
+            or info.processors
+            or info.logit_bias is not None
+            or info.banned is not None
+            or info.vocab_mask is not None
+            or info.output_counts is not None
+            or info.prompt_mask is not None
+            or info.frequency_penalties is not None
+            or info.presence_penalties is not None
+            or info.repetition_penalties is not None
+        ):
             return None
         if info.is_all_greedy:
             return SamplingKind.GREEDY
