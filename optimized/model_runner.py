@@ -3,9 +3,8 @@
 Differs from reference: the kinds of steps in optimized/graphs/ are tried in order. Decode and verify steps
 have model, logits and sampler in graphs; mixed steps are one graph, and prefill steps go in pieces. Without
 graphs (a flag, a CPU, recording hooks) the same padded batch is launched, so results are bit-identical. Other
-batches run eagerly: those beyond the largest size, custom masks, and sampling with penalties, masks or
-log-probabilities. Loses where padding is large against the batch, as in a list of few sizes. Eager prompts
-compute the last layer after attention for their last tokens only, unless other rows are read too.
+batches, and sampling with penalties, masks or log-probabilities, run eagerly. Loses where padding is large
+against the batch. Eager prompts compute the last layer behind attention for their last tokens only.
 """
 
 from __future__ import annotations
