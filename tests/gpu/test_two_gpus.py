@@ -51,6 +51,11 @@ def test_graphs_with_sums_give_both_ranks_the_same_bits() -> None:
     assert checksum == other_checksum
 
 
+DRAFTS: dict[str, Any] = {
+    "speculative": "eagle3",
+    "speculative_draft_model": "tiny-dense-eagle3",
+    "use": {"attention": "triton"},
+}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "graphs": ("tiny-dense", {}),
     "no graphs": ("tiny-dense", {"disable_cuda_graph": True}),
@@ -65,6 +70,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         "tiny-moe",
         {"ep": 2, "use": {"expert_dispatch": "all_to_all"}, "disable_cuda_graph": True},
     ),
+    # Graphs of drafts sum the rows of the embedding over the ranks.
+    "drafts": ("tiny-dense", DRAFTS),
+    "drafts, NCCL": ("tiny-dense", {**DRAFTS, "use": {"attention": "triton", "collectives": "nccl"}}),
 }
 
 
@@ -77,6 +85,8 @@ def test_two_ranks_answer_as_one(way: str) -> None:
     assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
     if "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.num_graph_replays > 0
+    if "speculative" in more:
+        assert llm.assembly.parts.drafter.drafter.graphs[0].num_replays > 0
 
 
 @pytest.mark.parametrize(
