@@ -193,15 +193,16 @@ def parse_use(text: str) -> dict[str, str]:
 
 def needs_cuda(component: str, choice: str) -> bool:
     """Whether an implementation of ours runs on a CUDA GPU only."""
-    return _is_in(NEEDS_CUDA, component, choice)
+    return any(name in NEEDS_CUDA.get(component, ()) for name in choice.split("+"))
 
 
 def check_device(selection: Mapping[str, str], device: str) -> None:
     """Raise `ValueError` for a choice that cannot run on the device."""
     for component, choice in selection.items():
-        if needs_cuda(component, choice) and not device.startswith("cuda"):
+        names = set(choice.split("+"))  # two, if they are joined
+        if not names.isdisjoint(NEEDS_CUDA.get(component, ())) and not device.startswith("cuda"):
             raise ValueError(f"{component}={choice} needs a CUDA GPU, and the device is {device}")
-        if _is_in(NEEDS_TRITON, component, choice) and not runs_triton(device):
+        if not names.isdisjoint(NEEDS_TRITON.get(component, ())) and not runs_triton(device):
             raise ValueError(f"{component}={choice} {NO_TRITON}, and the device is {device}")
 
 
@@ -264,12 +265,6 @@ def _load_target(component: str, choice: str, target: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ValueError(f"{component}={choice}: {module_name} has no {attribute!r}") from None
-
-
-def _is_in(table: Mapping[str, tuple[str, ...]], component: str, choice: str) -> bool:
-    """The choice, or one of the two that it joins."""
-    names = _pair(component, choice) or (choice,)
-    return any(name in table.get(component, ()) for name in names)
 
 
 def _pair(component: str, choice: str) -> tuple[str, str] | None:

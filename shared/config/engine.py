@@ -11,6 +11,8 @@ from diptych.shared.config.speculation_flags import check_speculation
 from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.flags.flag import flags_of
 
+FLAGS = flags_of(EngineFlags)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineFlags):
@@ -18,7 +20,7 @@ class EngineConfig(EngineFlags):
     that exclude each other raise `ValueError` with flag, value and what is allowed."""
 
     def __post_init__(self) -> None:
-        for name, flag in flags_of(EngineFlags).items():
+        for name, flag in FLAGS.items():
             flag.check(getattr(self, name))
         check_speculation(self)
         check_parallel_flags(self)
@@ -40,8 +42,7 @@ class EngineConfig(EngineFlags):
 
     def updated(self, **changes: Any) -> EngineConfig:
         """A copy with some flags changed; an unknown flag raises `ValueError` with the list of flags."""
-        names = flags_of(EngineFlags)
-        unknown = sorted(changes.keys() - names.keys())
+        unknown = sorted(changes.keys() - FLAGS.keys())
         if unknown:
-            raise ValueError(f"unknown flag {', '.join(unknown)}; the flags are {', '.join(sorted(names))}")
+            raise ValueError(f"unknown flag {', '.join(unknown)}; the flags are {', '.join(sorted(FLAGS))}")
         return replace(self, **changes)

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,16 @@ class GrammarCompiler:
         self.num_token_ids = num_token_ids
         self.stop_token_ids = frozenset(i for i in stop_token_ids if i < num_token_ids)
         self.compile_seconds = compile_seconds
-        self.reasoning = ReasoningTokens.of(tokenizer) if tokenizer is not None else None
         self._cache: OrderedDict[GrammarSpec, tuple[Future[Any], float]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._worker: Worker | None = None
         self._info: Any = None  # xgrammar's TokenizerInfo
+
+    @cached_property
+    def reasoning(self) -> ReasoningTokens | None:
+        """The markers of a reasoning block; None: the model has none."""
+        return ReasoningTokens.of(self.tokenizer) if self.tokenizer is not None else None
 
     def submit(self, params: SamplingParams) -> Future[Any] | None:
         """The compiled grammar of a request, for `grammar_for`; None: it needs none. Returns at once. Raises

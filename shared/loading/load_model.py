@@ -83,6 +83,8 @@ def local_model_config(
     model_config: ModelConfig, config: EngineConfig, ranks: Collectives | None = None
 ) -> ModelConfig:
     """The model of one rank."""
+    if config.num_ranks == config.dp == 1:
+        return model_config
     if config.pp > 1:
         assert ranks is not None
         return stage_config(model_config, ranks.rank, ranks.size)

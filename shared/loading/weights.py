@@ -79,7 +79,7 @@ def iterate_weights(
         folder, SUPPORTED_DTYPES + (QUANTIZED_DTYPES if quantization is not None else ())
     )
     tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
-    layers = quantized_layers(config)
+    layers = quantized_layers(config) if config.quantization is not None else {}
     quantized: Weights = iter(())
     if quantization is not None and quantization.storage == "mxfp4":
         quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from diptych.shared.engine import llm as llm_module
 from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests import submission
 from diptych.shared.loading.lora_adapter import read_adapter
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
@@ -167,7 +167,7 @@ def test_a_cache_shared_between_adapters_is_found(
     folder: Path, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted bug: an adapter does not count in the key of cached KV."""
-    monkeypatch.setattr(llm_module, "cache_namespace", lambda extra_key, *_: extra_key)
+    monkeypatch.setattr(submission, "cache_namespace", lambda extra_key, *_: extra_key)
     llm = engine(folder)
     assert [answers(llm), answers(llm)] != [expected, expected]
 

@@ -21,7 +21,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child
-from diptych.shared.engine.processes.disaggregated import decode_side, transport_of
+from diptych.shared.engine.processes.disaggregated import transport_of
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
 from diptych.shared.types import FinishAbort, FinishError, Req
@@ -55,7 +55,14 @@ class Pair:
         self.receiver: Any = receiver
         pool.k_buffer = gated  # type: ignore[method-assign]
         self.prefill_side = PrefillSide(self.prefill.scheduler, self.prefill.parts, sender)
-        self.decode_side: DecodeSide = decode_side(self.decode, receiver)
+        decode = self.decode
+        self.decode_side = DecodeSide(
+            decode.scheduler,
+            decode.parts,
+            decode.model_config.vocab_size,
+            decode.config.context_len,
+            receiver,
+        )
 
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
         """Steps of both engines, or of one."""

@@ -17,7 +17,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes import replicas_in_step
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
-from diptych.shared.engine.processes.replicas import serve_calls
+from diptych.shared.engine.processes.replicas import controlled, serve_calls
 from diptych.shared.engine.processes.replicas_in_step import (
     ControllerInStep,
     assemble_in_step,
@@ -121,7 +121,7 @@ def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
     def run(rank: int, inbox: Inbox) -> None:
         assembly = assemble_replica(config, store, rank, 20.0)
         inbox.start(assembly.parts.allocator.size)
-        serve_calls(assembly, inbox, steps_when_called=True)
+        serve_calls(assembly.scheduler, assembly.grammars, inbox, steps_when_called=True)
 
     for rank in range(1, size):
         mine, theirs = multiprocessing.Pipe()
@@ -130,7 +130,7 @@ def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
         threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
     assembly = assemble_replica(config, store, 0, 20.0)
     ready = [other.next_message(20.0) for other in others]
-    return ControllerInStep(config, assembly, others, ready)
+    return controlled(ControllerInStep, assembly.config, assembly, others, ready)
 
 
 def run_all(controller: ControllerInStep, reqs: list[Req]) -> dict[str, list[int]]:

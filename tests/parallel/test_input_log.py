@@ -43,8 +43,8 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     pipe, _other_end = multiprocessing.Pipe()
     sent: list[bytes] = []
     follower = SimpleNamespace(call=sent.append, pipe=pipe)
-    tp, assembly = SimpleNamespace(is_broken=False), SimpleNamespace(scheduler=Scheduler(), grammars=None)
-    lead = LeadScheduler(assembly, [follower], CallClock(), tp)
+    tp, assembly = SimpleNamespace(is_broken=False), object()
+    lead = LeadScheduler(Scheduler(), None, [follower], CallClock(), tp)
     calls = {"abort": ("a",), "retract": ("b",), "step": (), "flush_cache": ()}
     assert [getattr(lead, name)(*args) for name, args in calls.items()] == list(calls)
     found = [decode(data) for data in sent]
@@ -61,7 +61,7 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     assert lead.run(choose, assembly, 4, [4]) == (assembly, 4)
     for call in map(decode, sent[-2:]):  # on another rank, which does not end by what rank 0 raises
         made.clear()
-        apply(call, Scheduler(), assembly)
+        apply(call, Scheduler(), None, assembly)
         assert made == [call.arguments[0]]
 
 
@@ -87,7 +87,9 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     )
     clock, tp = CallClock(), SimpleNamespace(is_broken=False)
     assembly = assemble(make_config(folder, **flags), clock)
-    lead = LeadScheduler(assembly, [SimpleNamespace(call=sent.append, pipe=pipe)], clock, tp)
+    lead = LeadScheduler(
+        assembly.scheduler, assembly.grammars, [SimpleNamespace(call=sent.append, pipe=pipe)], clock, tp
+    )
     reqs = requests()[:2]
     for req in reqs:
         lead.add_request(req)
@@ -99,7 +101,7 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     follower, repeated = assemble(make_config(folder, **flags), clock), []
     for call in map(decode, sent):
         clock.follow(call)
-        repeated.append(apply(call, follower.scheduler, follower))
+        repeated.append(apply(call, follower.scheduler, follower.grammars))
     return [[(req.finished_reason, req.output_ids) for req in each if req] for each in (reqs, repeated)]
 
 

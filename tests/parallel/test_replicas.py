@@ -17,7 +17,7 @@ from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
 from diptych.shared.engine.processes.devices import config_of_replica
-from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, serve_calls
+from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, controlled, serve_calls
 from diptych.shared.types import FinishAbort, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
@@ -80,9 +80,12 @@ def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Contr
         others.append(Child(f"replica {i}", mine))
         inbox.start(assembly.parts.allocator.size)
         sizes.append(others[-1].next_message(10))
-        threading.Thread(target=serve_calls, args=(assembly, inbox), daemon=True).start()
+        threading.Thread(
+            target=serve_calls, args=(assembly.scheduler, assembly.grammars, inbox), daemon=True
+        ).start()
     assembly = assemble(config_of_replica(config, 0))
-    return assembly, Controller(config, assembly, others, sizes)
+    config = assembly.config.updated(dp=num_replicas)
+    return assembly, controlled(Controller, config, assembly, others, sizes)
 
 
 def finish(controller: Controller, reqs: list[Req]) -> dict[str, list[StepOutput]]:

@@ -71,7 +71,9 @@ def make_plan(
 ) -> Plan:
     """Read the model's config and tokenizer, and choose components. Raises `ValueError`."""
     folder = resolve_model_path(config.model, config.load_format)
-    model_config = with_quantization(read_config(folder), config.quantization)
+    model_config = read_config(folder)
+    if config.quantization is not None:
+        model_config = with_quantization(model_config, config.quantization)
     config = resolve_config(config, model_config)
     assert config.panel is not None
     selection = registry.select(config.panel, config.use)

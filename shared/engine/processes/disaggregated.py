@@ -7,7 +7,6 @@ import time
 import weakref
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
@@ -43,7 +42,13 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         except BaseException:
             child.end()
             raise
-    scheduler = decode_side(assembly, transport)
+    scheduler = registry.load_part("disaggregation").DecodeSide(
+        assembly.scheduler,
+        assembly.parts,
+        assembly.model_config.vocab_size,
+        assembly.config.context_len,
+        transport,
+    )
     scheduler.child = child  # it ends with the scheduler
     weakref.finalize(scheduler, transport.close)  # a thread of it that outlives Python aborts the process
     return replace(assembly, scheduler=scheduler)
@@ -54,14 +59,6 @@ def transport_of(config: EngineConfig) -> type[Transport]:
     panel = config.panel or default_panel(config.device or default_device())
     chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
     return chosen
-
-
-def decode_side(assembly: Assembly, transport: Transport) -> Any:
-    """The scheduler of the decode engine."""
-    context_len = assembly.config.context_len
-    return registry.load_part("disaggregation").DecodeSide(
-        assembly.scheduler, assembly.parts, assembly.model_config.vocab_size, context_len, transport
-    )
 
 
 def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:

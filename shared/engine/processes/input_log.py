@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from diptych.shared import registry
+from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler
 from diptych.shared.types import Req, SamplingParams
-
-if TYPE_CHECKING:
-    from diptych.shared.engine.build.assembly import Assembly
-    from diptych.shared.grammar.compiler import GrammarCompiler
 
 Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report", "run"]
 
@@ -45,7 +42,7 @@ class Call(msgspec.Struct):
     now: float
     rid: str = ""  # of abort and retract
     request: Request | None = None  # of add_request
-    function: str = ""  # of run: module:function, called with the assembly and
+    function: str = ""  # of run: module:function, called with the engine and
     arguments: list[Any] = []
 
 
@@ -95,18 +92,18 @@ def request_of(req: Req, grammars: GrammarCompiler) -> Request:
     )
 
 
-def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
-    """Make the call in another process, on the scheduler of `assembly`. Returns the request, if the call adds
-    one."""
+def apply(call: Call, scheduler: Scheduler, grammars: GrammarCompiler, engine: object = None) -> Req | None:
+    """Make the call in another process. `engine`: what a function of `run` gets. Returns the request, if the
+    call adds one."""
     if call.method == "add_request":
         assert call.request is not None
-        req = _req(call.request, assembly)
+        req = _req(call.request, grammars)
         with contextlib.suppress(ValueError):  # rank 0 refuses it too
             scheduler.add_request(req)
         return req
     if call.method == "run":
         with contextlib.suppress(ValueError):  # the caller raises it too
-            registry.load("the function", call.function)(assembly, *call.arguments)
+            registry.load("the function", call.function)(engine, *call.arguments)
     elif call.method in ("abort", "retract"):
         getattr(scheduler, call.method)(call.rid)
     else:
@@ -114,7 +111,7 @@ def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
     return None
 
 
-def _req(request: Request, assembly: Assembly) -> Req:
+def _req(request: Request, grammars: GrammarCompiler) -> Req:
     req = Req(
         rid=request.rid,
         origin_input_ids=request.input_ids,
@@ -127,5 +124,5 @@ def _req(request: Request, assembly: Assembly) -> Req:
         is_pooling=request.is_pooling,
     )
     if request.grammar is not None:
-        req.grammar = assembly.grammars.grammar_for(req, assembly.grammars.from_text(request.grammar))
+        req.grammar = grammars.grammar_for(req, grammars.from_text(request.grammar))
     return req

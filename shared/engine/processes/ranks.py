@@ -32,6 +32,7 @@ from diptych.shared.engine.processes.child import (
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.input_log import Call, CallClock, Method, apply, encode, request_of
 from diptych.shared.engine.processes.watchdog import Watchdog
+from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.types import Req, StepOutput
 
@@ -70,7 +71,7 @@ def assemble_lead(
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
             follower.next_message(time_limit)
-    lead = LeadScheduler(assembly, followers, clock, tp)
+    lead = LeadScheduler(assembly.scheduler, assembly.grammars, followers, clock, tp)
     # Its arguments keep the other ranks alive until the call, also where all of this is garbage.
     weakref.finalize(lead, finish_launched, str(config.device), lead.watchdog, followers)
     return replace(assembly, scheduler=lead)
@@ -96,10 +97,15 @@ class LeadScheduler(Scheduler):
     """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
 
     def __init__(
-        self, assembly: Assembly, followers: Sequence[Child], clock: CallClock, tp: Collectives
+        self,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        followers: Sequence[Child],
+        clock: CallClock,
+        tp: Collectives,
     ) -> None:
-        self.scheduler = assembly.scheduler
-        self.grammars = assembly.grammars
+        self.scheduler = scheduler
+        self.grammars = grammars
         self.followers = followers
         self.clock = clock
         self.tp = tp
@@ -141,13 +147,13 @@ class LeadScheduler(Scheduler):
         self._tell("flush_cache")
         return self.scheduler.flush_cache()
 
-    def run(self, function: Callable[..., T], assembly: Assembly, *arguments: Any) -> T:
-        """`function(assembly, *arguments)` on every rank; the result of rank 0. For measurements of an idle
+    def run(self, function: Callable[..., T], engine: object, *arguments: Any) -> T:
+        """`function(engine, *arguments)` on every rank; the result of rank 0. For measurements of an idle
         engine. `function`: of a module. `arguments`: what JSON has."""
         name = f"{function.__module__}:{function.__qualname__}"
         self._tell("run", function=name, arguments=list(arguments))
         try:
-            return function(assembly, *arguments)
+            return function(engine, *arguments)
         finally:
             self._check()
 
@@ -226,6 +232,6 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
         while True:
             for call in inbox.calls(is_busy=False):
                 clock.follow(call)
-                apply(call, assembly.scheduler, assembly)
+                apply(call, assembly.scheduler, assembly.grammars, assembly)
                 if tp.is_broken:
                     raise RuntimeError("a collective has failed: another rank has ended, or is late")

@@ -24,6 +24,7 @@ from diptych.shared.engine.processes.child import (
 from diptych.shared.engine.processes.devices import config_of_replica
 from diptych.shared.engine.processes.input_log import Call, Method, apply, encode, request_of
 from diptych.shared.engine.processes.ranks import LeadScheduler
+from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.types import Req, SpeculationStats, StepOutput
@@ -74,13 +75,21 @@ class Controller(Scheduler):
     received from the others. If one replica ends, all end."""
 
     def __init__(
-        self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        vocab_size: int,
+        pool_size: int,
+        others: Sequence[Child],
     ) -> None:
-        self.policy = config.dp_policy
-        self.assembly = assembly
-        self.scheduler = assembly.scheduler
+        """config: resolved. scheduler: of the first replica. pool_size: tokens of the smallest pool."""
+        self.config = config
+        self.scheduler = scheduler
+        self.grammars = grammars
+        self.vocab_size = vocab_size
+        self.pool_size = pool_size
         self.others = others
-        self.pool_size = min(assembly.parts.allocator.size, *pool_sizes)
         self.loads = [Load() for _ in range(1 + len(others))]
         self.replica_of: dict[str, int] = {}  # by rid, of live requests
         self.problem: str | None = None  # why the engine cannot go on
@@ -93,10 +102,9 @@ class Controller(Scheduler):
             raise ValueError("dp > 1 has no custom logit processors: they exist in one process only")
         if req.rid in self.replica_of:
             raise ValueError(f"request id {req.rid!r} is in use")
-        context_len = self.assembly.config.context_len
-        assert context_len is not None
-        admit(req, self.assembly.model_config.vocab_size, context_len, self.pool_size)
-        chosen = choose_replica(self.policy, self.loads, self._last)
+        assert self.config.context_len is not None
+        admit(req, self.vocab_size, self.config.context_len, self.pool_size)
+        chosen = choose_replica(self.config.dp_policy, self.loads, self._last)
         self.call(chosen, "add_request", req.rid, req)
         self._last = chosen
         self.replica_of[req.rid] = chosen
@@ -171,7 +179,7 @@ class Controller(Scheduler):
     def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
         """Make a call. True: the first replica made it, or it was sent to another."""
         if replica > 0:
-            request = request_of(req, self.assembly.grammars) if req is not None else None
+            request = request_of(req, self.grammars) if req is not None else None
             self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
             return True
         if req is not None:
@@ -223,10 +231,23 @@ def assemble_replicas(config: EngineConfig, start: Start) -> Assembly:
     with started(others):
         assembly = start(config_of_replica(config, 0))
         pool_sizes = [other.next_message(START_SECONDS) for other in others]
-    controller = Controller(config, assembly, others, pool_sizes)
+    config = assembly.config.updated(dp=config.dp, device=config.device)
     return replace(
-        assembly, config=assembly.config.updated(dp=config.dp, device=config.device), scheduler=controller
+        assembly, config=config, scheduler=controlled(Controller, config, assembly, others, pool_sizes)
     )
+
+
+def controlled(
+    controller: type[Controller],
+    config: EngineConfig,
+    first: Assembly,
+    others: Sequence[Child],
+    pool_sizes: Sequence[int],
+) -> Controller:
+    """The controller of the first replica and of others, whose pools have these sizes."""
+    pool_size = min(first.parts.allocator.size, *pool_sizes)
+    vocab_size = first.model_config.vocab_size
+    return controller(config, first.scheduler, first.grammars, vocab_size, pool_size, others)
 
 
 def _run_replica(start: Start, config: EngineConfig, pipe: Connection) -> None:
@@ -235,12 +256,13 @@ def _run_replica(start: Start, config: EngineConfig, pipe: Connection) -> None:
     with reported_end(inbox):
         assembly = start(config)
         inbox.start(assembly.parts.allocator.size)
-        serve_calls(assembly, inbox)
+        serve_calls(assembly.scheduler, assembly.grammars, inbox)
 
 
-def serve_calls(assembly: Assembly, inbox: Inbox, steps_when_called: bool = False) -> None:
+def serve_calls(
+    scheduler: Scheduler, grammars: GrammarCompiler, inbox: Inbox, steps_when_called: bool = False
+) -> None:
     """Make the controller's calls, and run steps while there is work or when the controller requests one."""
-    scheduler = assembly.scheduler
     new: dict[str, Req] = {}
     while True:
         is_called = False
@@ -248,7 +270,7 @@ def serve_calls(assembly: Assembly, inbox: Inbox, steps_when_called: bool = Fals
             if call.method == "step":
                 is_called = True  # the latest call, for whose report the controller waits
                 continue
-            req = apply(call, scheduler, assembly)
+            req = apply(call, scheduler, grammars)
             if req is not None:
                 new[req.rid] = req
         if is_called or (scheduler.has_work() and not steps_when_called):

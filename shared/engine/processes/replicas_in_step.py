@@ -7,10 +7,11 @@ IDLE batch (`diptych.shared.parallel.dp_attention`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
@@ -24,7 +25,7 @@ from diptych.shared.engine.processes.child import (
     started,
 )
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, collectives_of
-from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, serve_calls
+from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.dp_attention import idle_batch
@@ -35,10 +36,11 @@ class ScheduleInStep(Scheduler):
     """The scheduler of one replica. Each step has exactly one forward pass, of an IDLE batch if there is no
     other."""
 
-    def __init__(self, assembly: Assembly, dp: Collectives) -> None:
-        self.scheduler = assembly.scheduler
-        self.runner: Any = assembly.parts.model_runner
-        self.device = assembly.parts.allocator.device
+    def __init__(self, scheduler: Scheduler, runner: Any, device: torch.device, dp: Collectives) -> None:
+        """runner: made by `in_lockstep`."""
+        self.scheduler = scheduler
+        self.runner = runner
+        self.device = device
         self.dp = dp
 
     def step(self) -> list[StepOutput]:
@@ -78,11 +80,9 @@ class ScheduleInStep(Scheduler):
 class ControllerInStep(Controller):
     """A controller whose replicas step together."""
 
-    def __init__(
-        self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
-    ) -> None:
-        super().__init__(config, assembly, others, pool_sizes)
-        scheduler: Any = assembly.scheduler
+    def __init__(self, config: EngineConfig, scheduler: Any, *of_controller: Any) -> None:
+        """scheduler: the `ScheduleInStep` of the first replica."""
+        super().__init__(config, scheduler, *of_controller)
         self.dp: Collectives = scheduler.dp
         self.watchdog = Watchdog(lambda: describe_all(self.others, list(self.dp.log.entries.copy())))
 
@@ -123,14 +123,18 @@ def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> As
             other.next_message(time_limit)
         assembly = assemble_replica(config, store, 0, time_limit)
         pool_sizes = [other.next_message(START_SECONDS) for other in others]
-    return replace(assembly, scheduler=ControllerInStep(config, assembly, others, pool_sizes))
+    return replace(
+        assembly, scheduler=controlled(ControllerInStep, assembly.config, assembly, others, pool_sizes)
+    )
 
 
 def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: float) -> Assembly:
     """Assemble one replica."""
     dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
     assembly = assemble(config, time.monotonic, tp=dp)
-    return replace(assembly, scheduler=ScheduleInStep(assembly, dp))
+    parts = assembly.parts
+    in_step = ScheduleInStep(assembly.scheduler, parts.model_runner, parts.allocator.device, dp)
+    return replace(assembly, scheduler=in_step)
 
 
 def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
@@ -146,4 +150,4 @@ def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, 
         scheduler: Any = assembly.scheduler
         log = scheduler.dp.log.entries
         inbox.start(assembly.parts.allocator.size)
-        serve_calls(assembly, inbox, steps_when_called=True)
+        serve_calls(scheduler, assembly.grammars, inbox, steps_when_called=True)

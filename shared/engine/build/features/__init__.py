@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diptych.shared.config.vision_config import read_vision_config
+from diptych.shared.config.vision_config import LLAVA
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import CausalLM, Drafter, TokenToKVPool
 
@@ -29,7 +29,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),
     ("beside_model:RewardHead", lambda plan: plan.model_config.num_labels),
-    ("beside_model:Vision", lambda plan: read_vision_config(plan.folder)),
+    ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
     ("beside_model:Lora", lambda plan: plan.config.num_lora_slots),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),
     ("host_tier:HostTier", lambda plan: plan.config.hicache_tokens is not None),
