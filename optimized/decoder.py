@@ -104,7 +104,7 @@ class DecoderLayer(LayerModules):
         # --8<-- [end:decoder-layer]
 
     def _add_later(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor) -> Stream:
-        """As `Linear.add_later`; with several ranks the next norm adds the sum over ranks."""
+        """Add as `Linear.add_later` does; with several ranks the next norm adds the sum over ranks."""
         if self.tp.size == 1:
             return linear.add_later(residual, x)
         return Stream(residual, sum_later(self.tp, linear(x)))

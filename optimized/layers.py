@@ -91,7 +91,7 @@ class RMSNorm(interface.RMSNorm):
     def add_sums_and_norm(
         self, sums: PartialSums, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As add_and_norm of the partial sums' total."""
+        """Do what add_and_norm does with the total of the partial sums."""
         return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps)
 
 

@@ -1,4 +1,4 @@
-"""What both panels use, the server, and the tools around the engine."""
+"""The common parts of both panels, the server, and the tools around the engine."""
 
 if __name__ != "diptych.shared":  # a module under two names would exist twice
     raise ImportError(

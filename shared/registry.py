@@ -164,6 +164,8 @@ PARTS: dict[str, str] = {
     "disk_tier": "diptych.reference.tiers.disk_tier",
     "moe_runners": "diptych.optimized.moe_runners.table",
     "tune": "diptych.optimized.tune.tune",
+    "mla_decode": "diptych.optimized.kernels.attention.mla_decode",
+    "quantized_gemm": "diptych.optimized.kernels.linear.quantized_gemm",
     "moe_tiles": "diptych.optimized.kernels.moe.moe_tiles",
     "linear_choice": "diptych.optimized.kernels.linear.linear_choice",
     "one_shot_all_reduce": "diptych.optimized.kernels.collectives.one_shot_all_reduce",

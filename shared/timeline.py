@@ -51,7 +51,7 @@ class DeviceClock(Protocol):
 
 
 class HostClock:
-    """For a CPU, which does its work at once."""
+    """The clock of a CPU, which does its work at once."""
 
     def __init__(self, clock: Clock) -> None:
         self.mark = clock

@@ -72,7 +72,8 @@ class MyDetokenizer(interface.Detokenizer):
     # What follows is complete.
 
     def _certain_part(self, text: str) -> tuple[int, str]:
-        """Of many pending tokens that make no character: how many later tokens cannot change, and their text.
+        """Return how many of many pending tokens that make no character later tokens cannot change, and their
+        text.
         A character can only begin in the last few."""
         for num_kept in range(MAX_CHARACTER_BYTES, 2 * MAX_CHARACTER_BYTES):
             head = self._pending[:-num_kept]

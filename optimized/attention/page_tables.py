@@ -65,7 +65,7 @@ class PageTable:
     def fill(
         self, host: HostTable, pool: ReqToTokenPool, forward_batch: ForwardBatch, page_size: int, window: int
     ) -> None:
-        """In stream order, without a synchronisation."""
+        """Fill the tables in stream order, without a synchronisation."""
         assert host.num_pages <= len(self.indices), f"{host.num_pages} pages, room for {len(self.indices)}"
         fill_page_table(
             self.indptr,

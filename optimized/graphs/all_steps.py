@@ -50,7 +50,7 @@ class AllSteps:
 
     @property
     def kinds(self) -> tuple[Steps, ...]:
-        """In the order in which they are tried: prefill steps take mixed ones too."""
+        """List the kinds in the order in which they are tried: prefill steps take mixed ones too."""
         return self.decode, *self.verify, *self.prefill[::-1]
 
     def capture(self, graphs: CudaGraphs, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
@@ -71,12 +71,12 @@ class ReplayCounts:
 
     @property
     def num_graph_replays(self) -> int:
-        """Of the model, in decode and verify steps."""
+        """Count the replayed graphs of decode and verify steps."""
         return sum(steps.num_replays for steps in self.kinds if isinstance(steps, BatchSteps))
 
     @property
     def num_extend_replays(self) -> int:
-        """Of prefill and mixed steps."""
+        """Count the replayed graphs of prefill and mixed steps."""
         return sum(steps.num_replays for steps in self.kinds if isinstance(steps, ExtendSteps))
 
     @property

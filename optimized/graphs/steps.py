@@ -31,7 +31,7 @@ class Steps(ABC):
     def sampled_step(
         self, batch: ForwardBatch, info: SamplingBatchInfo, sampler: Sampler, num_token_ids: int
     ) -> Any:
-        """For `run_and_sample` of a batch, which it takes. None: no graph contains its sampling."""
+        """Prepare `run_and_sample` of a batch that this kind takes. None: no graph contains its sampling."""
         return None
 
     def run_and_sample(

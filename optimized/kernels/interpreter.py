@@ -112,7 +112,7 @@ def _numpy_form(numpy_operator: Any, dtype: Any, other: Any) -> Any:
 
 
 def _numpy_promotes_alike(*dtypes: Any) -> bool:
-    """Of two types the result has the wider one, in Triton and in numpy."""
+    """Whether numpy's result has the wider of the two types, as Triton's has."""
     if not all(each.is_standard_floating() or (each.is_int() and not each.is_int1()) for each in dtypes):
         return False
     types = [_remember_np_dtype(each) for each in dtypes]

@@ -225,7 +225,7 @@ class TritonMLA(MLAAttentionBackend):
 
 
 def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
-    """As `diptych.shared.modeling.mla.absorb`: one batched GEMM that writes where attention reads."""
+    """Compute `diptych.shared.modeling.mla.absorb` by one batched GEMM that writes where attention reads."""
     latent = q.new_empty(*q.shape[:-1], layer.absorbed.head_dim)
     q_nope, q_rope = q.tensor_split([layer.qk_nope_head_dim], dim=-1)
     torch.bmm(q_nope.transpose(0, 1), layer.w_k, out=latent[..., : layer.kv_lora_rank].transpose(0, 1))
@@ -234,7 +234,7 @@ def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
 
 
 def project_values(latent: torch.Tensor, layer: MLALayer, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `diptych.shared.modeling.mla.project_values`, written to `out`."""
+    """Compute `diptych.shared.modeling.mla.project_values` into `out`."""
     if out is None:
         out = latent.new_empty(*latent.shape[:-1], layer.v_head_dim)
     torch.bmm(latent.transpose(0, 1), layer.w_v.transpose(1, 2), out=out.transpose(0, 1))

@@ -12,7 +12,7 @@ import torch
 
 from diptych.optimized.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.llama4 import Llama4Rotation
+from diptych.shared.modeling.llama4_rotation import Llama4Rotation
 
 
 class Llama4Attention(Llama4Rotation, DecoderAttention):
@@ -20,7 +20,7 @@ class Llama4Attention(Llama4Rotation, DecoderAttention):
     a temperature that grows with the position."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        """As in DecoderAttention: x is from qkv_proj, the result for o_proj."""
+        """Compute what DecoderAttention does: x is from qkv_proj, the result for o_proj."""
         layer = self.layer
         q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
         q, k = self.rotate(q, k, positions)

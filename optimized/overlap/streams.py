@@ -123,7 +123,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On its way into page-locked memory; that of an empty tensor would be of no bytes."""
+    """Start a copy into page-locked memory. An empty tensor has none: it would take no bytes."""
     if not tensor.is_cuda:
         return tensor
     if tensor.numel() == 0:

@@ -72,7 +72,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         return residual
 
     def add_later(self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput) -> Stream:
-        """As `diptych.optimized.layers.Linear.add_later`, with nothing pending."""
+        """Do what `diptych.optimized.layers.Linear.add_later` does, with nothing pending."""
         return Stream(self.add_to(residual, x))
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor | QuantizedInput:

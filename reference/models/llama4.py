@@ -10,7 +10,7 @@ import torch
 
 from diptych.reference.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.llama4 import Llama4Rotation
+from diptych.shared.modeling.llama4_rotation import Llama4Rotation
 
 
 class Llama4Attention(Llama4Rotation, DecoderAttention):

@@ -22,7 +22,7 @@ from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
 from diptych.shared.config.hf_quantization import parse_quantization
 from diptych.shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from diptych.shared.config.hf_windows import sliding_windows
-from diptych.shared.config.model import HiddenAct, ModelConfig, MoEConfig
+from diptych.shared.config.model import HiddenAct, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from diptych.shared.config.quant_config import QuantConfig
 
 HIDDEN_ACTS: dict[str, HiddenAct] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -65,14 +65,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     mlp_bias = fields.boolean("mlp_bias", default=False)
     num_hidden_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields) if family.mla else None
-    if mla is None:
-        head_dim, num_kv_heads = _head_dim(fields, family), _num_kv_heads(fields, family)
-        rope = parse_rope(fields, head_dim, family.rope_theta, family.local_rope_theta is not None)
-    else:
-        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        num_kv_heads = fields.integer("num_attention_heads")  # whatever num_key_value_heads is
-        rope = parse_rope(fields, mla.qk_rope_head_dim, family.rope_theta)
-        rope = replace(rope, is_interleaved=fields.boolean("rope_interleave", default=True))
+    head_dim, num_kv_heads, rope = _heads(fields, family, mla)
     local_rope = None
     if family.local_rope_theta is not None:
         local_rope = parse_local_rope(fields, head_dim, family.local_rope_theta)
@@ -116,6 +109,18 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         quantization=_quantization(fields),
     )
     return config if family.more is None else family.more(config, fields)
+
+
+def _heads(fields: Fields, family: Family, mla: MLAConfig | None) -> tuple[int, int, RopeConfig]:
+    """(head_dim, num_kv_heads, rope)"""
+    if mla is None:
+        head_dim = _head_dim(fields, family)
+        rope = parse_rope(fields, head_dim, family.rope_theta, family.local_rope_theta is not None)
+        return head_dim, _num_kv_heads(fields, family), rope
+    rope = parse_rope(fields, mla.qk_rope_head_dim, family.rope_theta)
+    rope = replace(rope, is_interleaved=fields.boolean("rope_interleave", default=True))
+    num_kv_heads = fields.integer("num_attention_heads")  # whatever num_key_value_heads is
+    return mla.qk_nope_head_dim + mla.qk_rope_head_dim, num_kv_heads, rope
 
 
 def read_json(path: Path) -> Any:

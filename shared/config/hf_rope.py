@@ -27,8 +27,8 @@ def parse_rope(fields: Fields, head_dim: int, default_theta: float, has_local: b
 
 
 def parse_local_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfig:
-    """Of the layers with a sliding window: not scaled. transformers 5 has parameters per layer type, 4 has
-    rope_local_base_freq."""
+    """Read the RoPE of layers with a sliding window, which is not scaled. transformers 5 has parameters per
+    layer type, 4 has rope_local_base_freq."""
     rope = Fields(_by_layer_type(fields, "sliding_attention"), f"{fields.where}, sliding_attention")
     if _rope_type(rope) != "default":
         raise ValueError(f"{rope.where}: rope_type is {_rope_type(rope)!r:.80}; supported is default")

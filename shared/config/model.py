@@ -152,7 +152,7 @@ class ModelConfig:
 
     @property
     def v_head_dim(self) -> int:
-        """Of what attention returns for a head."""
+        """Numbers that attention returns for a head."""
         return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     @property

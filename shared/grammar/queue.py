@@ -16,7 +16,7 @@ class Waiting(NamedTuple):
 
 
 class GrammarQueue:
-    """In the order of arrival."""
+    """Requests that wait for their grammar, in the order of arrival."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler

@@ -101,7 +101,7 @@ def check_limits(spec: GrammarSpec) -> None:
 
 
 def _without_literals(kind: Kind, text: str) -> str:
-    """Without strings, character classes, comments and escaped characters. One pass: a regex that looks for
+    """Remove strings, character classes, comments and escaped characters. One pass: a regex that looks for
     the end of each of them would take quadratic time where there is none."""
     has_strings, has_classes = kind != "regex", kind in ("regex", "ebnf")
     kept: list[str] = []

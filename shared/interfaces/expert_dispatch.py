@@ -52,7 +52,7 @@ class ExpertDispatch(ABC):
     def run_replicated(
         self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts, placement: Placement
     ) -> torch.Tensor:
-        """As `run`, for tokens that all ranks have, as in tensor parallelism. topk: their
+        """Do what `run` does for tokens of all ranks, as in tensor parallelism. topk: their
         *logical* experts; `placement.choose` returns the physical ones. Returns this
         rank's summand: the caller adds over ranks. Here each rank runs some tokens."""
         num_tokens, ids = x.shape[0], placement.choose(topk.topk_ids)

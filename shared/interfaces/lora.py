@@ -56,7 +56,7 @@ class LoraPool(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Of the device's memory, for the weights."""
+        """Bytes of device memory that the weights take."""
 
 
 def token_slots(slot_of_row: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -180,7 +180,7 @@ def _read_part(file: Any, entry: Entry, outs: slice, inputs: slice) -> torch.Ten
 
 
 def _in_memory(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
-    """As in QuantScheme.tensors."""
+    """Convert a tensor to the form of QuantScheme.tensors."""
     if entry.layer.scheme.is_packed and entry.stored.target == "weight":
         return pack_units(tensor, entry.layer.scheme.unit(tensor.shape[1]))
     return tensor.contiguous()

@@ -126,7 +126,7 @@ class NewTokenRatio:
         self.current = max(self.current - step, self.least)
 
     def raise_after_retraction(self, running: Sequence[Req]) -> None:
-        """To what the remaining requests have used of theirs, plus some steps more."""
+        """Raise the ratio to what the remaining requests have used of theirs, plus some steps more."""
         num_used = sum(len(req.output_ids) for req in running) + RETRACT_DECODE_STEPS * len(running)
         num_allowed = sum(req.max_new_tokens for req in running) + 1
         self.current = min(num_used / num_allowed, 1.0)

@@ -38,8 +38,8 @@ def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPool
 
 
 def retraction_order(running: Sequence[Req]) -> list[Req]:
-    """In which order to keep them when memory is short: those with the fewest output tokens lose the least
-    work, and among them a long prompt frees the most."""
+    """Sort requests in the order in which to keep them when memory is short: those with the fewest output
+    tokens lose the least work, and among them a long prompt frees the most."""
     return sorted(running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
 
 

@@ -31,8 +31,8 @@ class BaseDraftModel(DraftModel):
 
     @abstractmethod
     def canonical_name(self, name: str) -> str | None:
-        """Of a tensor of a checkpoint, without "model.": the parameter's name here, or one of `_own`. None:
-        it is not used."""
+        """Map the name of a checkpoint's tensor, without "model.", to the parameter's name here, or one of
+        `_own`. None: it is not used."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

@@ -41,7 +41,8 @@ def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device |
 
 
 def _num_banned(req: Req) -> int:
-    """For how many more tokens. A request may ask for more than it can get, and than 64 bits hold."""
+    """Return for how many more tokens a request bans ends of sequence. A request may ask for more than it can
+    get, and than 64 bits hold."""
     params = req.sampling_params
     if params.ignore_eos:
         return 0

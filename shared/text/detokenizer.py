@@ -106,7 +106,7 @@ class IncrementalDetokenizer(interface.Detokenizer):
         return 0, ""
 
     def _certain_part(self, text: str) -> tuple[int, str]:
-        """Of many pending tokens that make no character: how many later tokens cannot change, and their
+        """Return how many of many pending tokens that make no character later tokens cannot change, and their
         text. A character can only begin in the last few."""
         for num_kept in range(MAX_CHARACTER_BYTES, 2 * MAX_CHARACTER_BYTES):
             head = self._pending[:-num_kept]

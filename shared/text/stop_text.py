@@ -32,7 +32,7 @@ class RegexTimeout(Exception):
 
 
 def first_stop_string(text: str, stops: Sequence[str]) -> str | None:
-    """Of the stop strings that `text` contains, the one that begins first."""
+    """Find the stop string that begins first in `text`."""
     found = [(text.find(stop), stop) for stop in stops if stop in text]
     return min(found, key=lambda match: match[0])[1] if found else None
 

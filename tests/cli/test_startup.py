@@ -49,7 +49,7 @@ def test_our_own_modules_take_little_of_the_start() -> None:
 
 
 def test_a_command_that_uses_triton_ends_without_warnings() -> None:
-    """Of its bindings, about what they take for leaks."""
+    """Triton's bindings warn about what they take for leaks."""
     pytest.importorskip("triton")
     program = "import triton, sys, diptych.shared.tools.cli as cli; sys.argv[1:] = ['--version']; cli.main()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

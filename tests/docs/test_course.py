@@ -35,7 +35,7 @@ def page_of(stage: Stage) -> str:
 
 
 def stem_of(stage: Stage) -> str:
-    """Of toy and notebook: 05_radix_cache."""
+    """Name of toy and notebook: 05_radix_cache."""
     return stage.page.removesuffix(".md").replace("-", "_")
 
 
@@ -55,7 +55,7 @@ def test_headings(stage: Stage) -> None:
 
 @each_stage
 def test_length(stage: Stage) -> None:
-    """Of the text without the annotations of quotes, which open on a click."""
+    """The text counts without the annotations of quotes, which open on a click."""
     text = re.sub(r"^ *\d+\.  .*\n(?: {4,}\S.*\n)*", "", page_of(stage), flags=re.MULTILINE)
     assert 600 <= len(text.split()) <= 1700
 

@@ -72,7 +72,7 @@ NOTE = ".md-tooltip--active .md-tooltip__inner"
 
 
 def text_of_notes(driver: Any) -> str:
-    """Of those that are open and visible."""
+    """Texts of the notes that are open and visible."""
     return " ".join(note.text for note in driver.find_elements("css selector", NOTE))
 
 

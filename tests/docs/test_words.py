@@ -114,7 +114,7 @@ def private_words(path: Path) -> list[str]:
 
 
 def files(suffix: str) -> list[Path]:
-    """Of the folders, and of the root itself."""
+    """Files of the folders, and of the root itself."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob(f"*{suffix}"))]
     found += sorted(ROOT.glob(f"*{suffix}"))
     return [p for p in found if LAB not in p.parents and p.relative_to(ROOT).as_posix() not in ALLOWED]

@@ -27,7 +27,7 @@ NUM_PROMPTS = 4
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Of an engine without tiers."""
+    """Answers of an engine without tiers."""
     llm = LLM("tiny-dense", **REFERENCE)
     outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
     return [output.output_ids for output in outputs]

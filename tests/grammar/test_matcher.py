@@ -85,7 +85,7 @@ def test_a_walk_behind_a_reasoning_block(seed: int, is_open: bool) -> None:
 
 
 class RollsBackOneTooFew(MatcherGrammar):
-    """Of a text that differs, one token too few is taken back."""
+    """One token too few of a text that differs is taken back."""
 
     def _go_to(self, output_ids: Sequence[int]) -> bool:
         known = self._accepted

@@ -10,7 +10,7 @@ TOP_LEVEL = {
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "diptych", "docs",
     "mkdocs.yml", "notebooks", "optimized", "pyproject.toml", "reference", "shared", "tests",
 }  # fmt: skip
-MAX_LINES = 400
+MAX_LINES, LONG = 400, 250
 MIB = 2**20
 
 
@@ -28,6 +28,8 @@ def test_length_of_text_files() -> None:
     }  # markers of quoted sections do not count
     assert lengths
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+    code = [length for name, length in lengths.items() if name.endswith(".py")]
+    assert sum(length > LONG for length in code) <= len(code) / 8
 
 
 def test_size_of_files() -> None:

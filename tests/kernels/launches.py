@@ -66,7 +66,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def clear_caches() -> None:
-    """Of choices that hold for one GPU."""
+    """Forget choices that hold for one GPU."""
     moe_tiles.plan.cache_clear()
     fixed_order_gemm.plan.cache_clear()
 

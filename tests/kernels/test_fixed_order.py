@@ -73,7 +73,7 @@ def expect_row_of_gemm(module: Any, size: int, out: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("tile", fixed_order_gemm.TILES, ids=str)
 def test_every_tile_computes_the_edges(tile: fixed_order_gemm.Tile) -> None:
-    """Of tokens, outputs and columns."""
+    """The edges are those of tokens, outputs and columns."""
     inputs = Inputs(0)
     x, weight = inputs.normal(tile.tokens + 3, 200, dtype=HALF), inputs.normal(tile.rows + 5, 200, dtype=HALF)
     y = x.new_empty(len(x), len(weight), dtype=torch.float32)

@@ -177,7 +177,7 @@ def test_tables_of_measured_plans_can_be_read() -> None:
 
 
 def measured_plans() -> list[Any]:
-    """Of every GPU's table: a shape, a number of tokens, and the plan up to there."""
+    """Plans of every GPU's table: a shape, a number of tokens, and the plan up to there."""
     return [
         pytest.param(Shape(*map(int, re.findall(r"\d+", name))), num_tokens, plan, id=f"{name}: {num_tokens}")
         for path in sorted(gpu_table.FOLDER.glob("*.json"))
@@ -187,7 +187,7 @@ def measured_plans() -> list[Any]:
 
 
 def expect_right(shape: Shape, num_tokens: int) -> None:
-    """Of some tokens: the others make the blocks full."""
+    """Check some tokens: the others make the blocks full."""
     inputs = Inputs(0)
     with building(torch.bfloat16):
         experts = moe.FusedExperts(shape.num_experts, shape.hidden_size, shape.intermediate_size)

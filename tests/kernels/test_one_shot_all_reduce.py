@@ -50,7 +50,7 @@ def call(all_reduce: OneShotAllReduce, step: int, shape: Shape, dtype: torch.dty
 
 
 def expected(size: int, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Of the parts in the order of ranks; the norm is the kernel of one GPU."""
+    """Sum of the parts in the order of ranks; the norm is the kernel of one GPU."""
     parts = torch.stack([random(f"{step}, rank {rank}", shape, dtype).float() for rank in range(size)])
     if len(shape) == 1:
         total = torch.zeros(shape)

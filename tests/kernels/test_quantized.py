@@ -250,7 +250,7 @@ def test_tiles_shrink_to_the_shared_memory_of_a_gpu() -> None:
 
 
 def test_parts_of_a_merged_layer_have_their_own_scales() -> None:
-    """Of weights, and static ones of the input."""
+    """Weights have scales, and the input has static ones."""
     scheme, inputs, parts = SCHEMES["fp8 static"], Inputs(5), {"q_proj": 24, "k_proj": 8}
     with building(torch.float32):
         merged = QuantizedMergedLinear(64, parts, scheme, bias=True)

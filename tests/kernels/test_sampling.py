@@ -177,7 +177,7 @@ def test_flat_rows_under_min_p(more: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("vocab_size", [129, pytest.param(5003, marks=pytest.mark.full)])
 def test_against_loops_in_float64(vocab_size: int) -> None:
-    """Of large vocabularies, `same_tokens` compares them with the reference in the fast cut."""
+    """In the fast cut, `same_tokens` compares large vocabularies with the reference."""
     asks = [*KINDS, *ADJUSTED]
     reqs = [ask.req(seed=i) for i, ask in enumerate(asks)]
     logits = Inputs(5).normal(len(asks), vocab_size, std=3.0)

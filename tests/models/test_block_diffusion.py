@@ -65,7 +65,7 @@ def plain_loop(
 
 
 def answers(llm: LLM, *requests: tuple[int, DiffusionParams | None]) -> list[list[int]]:
-    """Of requests that run together: (length of the prompt, how)."""
+    """Answers of requests that run together: (length of the prompt, how)."""
     found = [llm.submit(prompt_of(num), GREEDY, diffusion=params)[0] for num, params in requests]
     while llm.step():
         pass

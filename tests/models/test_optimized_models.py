@@ -54,7 +54,8 @@ def build(
 
 
 def logits(model: CausalLM) -> torch.Tensor:
-    """Of many tokens at once, then of 2, then of 1: by cuBLAS, by the skinny kernels, and again by these."""
+    """Logits of many tokens together, then of 2, then of 1: by cuBLAS, by the skinny kernels, and again by
+    these."""
     ids = Inputs(0).integers(331, MANY + FEW + 1).tolist()
     session = ModelSession(model)
     pieces = (ids[:MANY], ids[MANY:-1], ids[-1:])

@@ -45,7 +45,7 @@ def load_optimized(folder: Path) -> CausalLM:
 
 
 def our_logits(model: CausalLM, prompt: list[int], new_ids: list[int]) -> torch.Tensor:
-    """Of every position: the prompt in chunks, then token by token."""
+    """Logits of every position: the prompt in chunks, then token by token."""
     session = ModelSession(model, max_len=len(prompt) + len(new_ids))
     pieces = [*cut(prompt, CHUNKS), *([token] for token in new_ids)]
     return torch.cat([session.step({0: piece})[0] for piece in pieces])

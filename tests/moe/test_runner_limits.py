@@ -39,7 +39,7 @@ def test_a_swiglu_limit_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_block_of_outputs_has_its_row_of_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many outputs that a step of 129 rows would leave one block out."""
+    """There are so many outputs that a step of 129 rows would leave one block out."""
     num_blocks, given = 130, {}
 
     def gemm(*arguments: Any) -> None:

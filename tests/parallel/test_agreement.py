@@ -42,7 +42,7 @@ GATHER = diptych.reference.decoder.gather_logits
 
 
 def checksum(batch: ForwardBatch) -> int:
-    """Of what a step computes: mode, ids, lengths, slots."""
+    """Checksum of what a step computes: mode, ids, lengths, slots."""
     numbers = (batch.input_ids, batch.seq_lens, batch.out_cache_loc, batch.req_pool_indices)
     return zlib.crc32(repr([batch.forward_mode, *(x.tolist() for x in numbers)]).encode())
 

@@ -230,7 +230,7 @@ OPTIMIZED: dict[str, dict[str, Any]] = {
 
 
 def addresses(experts: ExpertManager) -> list[int]:
-    """Of the tensors that a CUDA graph reads."""
+    """Addresses of the tensors that a CUDA graph reads."""
     tensors = [x for moe in experts.layers for x in moe.experts.parameters()]
     tensors += [x for each in experts.placements for x in vars(each).values() if isinstance(x, torch.Tensor)]
     return [x.data_ptr() for x in tensors]

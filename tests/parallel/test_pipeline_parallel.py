@@ -38,7 +38,7 @@ FOUR_LAYERS = {
 
 
 class Run(NamedTuple):
-    """Of one rank. `num_under_way`: the most batches together."""
+    """The run of one rank. `num_under_way`: the most batches together."""
 
     assembly: Assembly
     reqs: list[Req]
@@ -187,7 +187,7 @@ class LateScheduler(PipelineScheduler):
 
 
 def schedules() -> list[Any]:
-    """Of the scheduler's contract; some of them in the fast cut."""
+    """Schedules of the scheduler's contract; some of them in the fast cut."""
     names = ("any-schedule", "any-schedule-of-any-requests")
     clauses = [each for each in clauses_of("scheduler") if each.name in names]
     return [

@@ -65,8 +65,9 @@ def of_ranks(config: EngineConfig) -> list[list[Req]]:
 
 
 def differences(reqs: list[Req], alone: list[Req]) -> list[float]:
-    """Of log-probabilities: of all prompts, and of answers up to the first token that differs. Rounding parts
-    answers at near ties, where the best log-probabilities are close. Behind it the texts are not the same."""
+    """Differences of log-probabilities: of all prompts, and of answers up to the first token that differs.
+    Rounding parts answers at near ties, where the best log-probabilities are close. Behind it the texts are
+    not the same."""
     found = []
     for req, other in zip(reqs, alone):
         for ours, theirs in zip(req.input_logprobs[1:], other.input_logprobs[1:], strict=True):

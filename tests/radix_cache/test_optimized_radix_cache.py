@@ -100,7 +100,8 @@ KINDS = [*["insert"] * 6, *["match"] * 4, *["lock"] * 2, *["unlock"] * 2, *["evi
 
 
 def draw_key(rng: random.Random, page_size: int, is_long: bool) -> RadixKey:
-    """Of few different tokens: keys share prefixes and part in all places. With and without bigrams."""
+    """Draw a key of few different tokens: keys share prefixes and part in all places. With and without
+    bigrams."""
     if is_long:
         tokens = BASE[: rng.randint(0, len(BASE))]
         if tokens and rng.random() < 0.7:

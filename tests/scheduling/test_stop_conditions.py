@@ -178,7 +178,7 @@ def test_a_near_match_does_not_stop() -> None:
 
 @pytest.mark.parametrize("at", range(5))
 def test_the_first_token_count_that_contains_the_string(at: int) -> None:
-    """Of several tokens accepted at once, those after the match do not count."""
+    """Several tokens are accepted together, and those after the match do not count."""
     new = [10, 11, 12, 13, 14]
     new[at] = 300
     assert_ends(feed(make_req(stop="stop"), [1, 2], new), FinishString("stop"), 2 + at + 1)

@@ -134,7 +134,7 @@ def test_slow_reader_does_not_slow_the_others(server: RunningServer) -> None:
 
 
 def assert_full_server_answers_429(server: RunningServer) -> None:
-    """Of a server that takes two requests at one time; with the header Retry-After."""
+    """The server takes two requests at one time; the answer has the header Retry-After."""
     for body in ({"prompt": ["a"] * 3}, {"prompt": "a", "n": 3}):  # cannot succeed later
         status, answer = post(server, "/v1/completions", body)
         assert status == 400

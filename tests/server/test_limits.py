@@ -230,7 +230,7 @@ def test_a_flush_has_a_deadline(server: RunningServer, timeout: str) -> None:
 
 
 def test_a_flush_ends_with_its_client() -> None:
-    """Of an engine that is never idle."""
+    """The engine is never idle."""
     calls: list[str] = []
 
     async def control(action: str) -> dict[str, bool]:

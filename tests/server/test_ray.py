@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
 
 
 def server_processes() -> set[int]:
-    """Of the replicas: the processes that multiprocessing spawned inside a replica of Ray."""
+    """Processes of the replicas: those that multiprocessing spawned inside a replica of Ray."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:

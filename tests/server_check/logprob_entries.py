@@ -16,7 +16,7 @@ class Entry:
 
 
 def entries_of(choice: dict[str, Any]) -> list[Entry]:
-    """Of a choice or a streamed piece of one; none if it has no log-probabilities."""
+    """Entries of a choice or a streamed piece of one; none if it has no log-probabilities."""
     found = choice.get("logprobs")
     if not found:
         return []

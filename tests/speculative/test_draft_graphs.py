@@ -85,7 +85,7 @@ def test_answers_are_those_without_drafts(shape: DraftShape) -> None:
 
 
 def states(drafter: EagleDrafter) -> tuple[torch.Tensor, ...]:
-    """Of all requests: the dummy row belongs to no request."""
+    """States of all requests: the dummy row belongs to no request."""
     kv = drafter.kv_pool.k_buffer(0), drafter.kv_pool.v_buffer(0)
     return *(values[1:].clone() for values in drafter.last_rows), *(values[1:].clone() for values in kv)
 

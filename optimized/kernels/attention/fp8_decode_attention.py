@@ -218,7 +218,7 @@ def fp8_decode_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `decode_attention`. `suits_fp8_kernel` must hold."""
+    """Compute what `decode_attention` computes. `suits_fp8_kernel` must hold."""
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = num_qo_heads // num_kv_heads

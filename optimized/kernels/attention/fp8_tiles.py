@@ -61,7 +61,7 @@ def _rows_of(base, slots, source, STRIDE: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_keys(k_head, slots, mask, STRIDE: tl.constexpr, WARPS: tl.constexpr):
-    """Of the keys g, g + 8, g + 16 and g + 24: bytes 16 t and on, and 64 + 16 t and on."""
+    """Load bytes 16 t and on, and 64 + 16 t and on, of the keys g, g + 8, g + 16 and g + 24."""
     lanes = tl.arange(0, 32)
     columns = (lanes % 4 * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
     words = ()
@@ -73,7 +73,7 @@ def load_keys(k_head, slots, mask, STRIDE: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_values(v_head, slots, mask, STRIDE: tl.constexpr, WARPS: tl.constexpr):
-    """Of the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and those 16 later: bytes 16 g and on."""
+    """Load bytes 16 g and on of the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and those 16 later."""
     lanes = tl.arange(0, 32)
     columns = (lanes // 4 * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
     words = ()
@@ -186,7 +186,7 @@ def over_keys(x, WARPS: tl.constexpr):
 
 @triton.jit
 def whole(acc, largest, total, WARPS: tl.constexpr):
-    """What the lanes and warps have, together: outputs [8 heads, HEAD_DIM], not normalised, the largest score
+    """Merge what the lanes and warps have: outputs [8 heads, HEAD_DIM], not normalised, the largest score
     and the sum of weights [8]. largest and total: of the heads 2 t and 2 t + 1."""
     top0, top1 = tl.max(largest[0], 1)[:, None], tl.max(largest[1], 1)[:, None]
     factor0 = tl.exp2(largest[0] - tl.where(top0 == float("-inf"), 0.0, top0))

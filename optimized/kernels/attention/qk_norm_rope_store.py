@@ -35,7 +35,7 @@ def _cos_sin(
     cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position,
     ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Of each token, twice [TOKENS, 1, BLOCK_HALF]."""
+    """Load cos and sin of each token, each [TOKENS, 1, BLOCK_HALF]."""
     live = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=live, other=0)
     # Draft tokens may lie beyond the context's end. They are dropped, so their angle does not matter.

@@ -182,7 +182,8 @@ def merge_if_last(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGED_G: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """After store_partial, once, of a request with the tiles [tiles_start, tiles_end)."""
+    """Merge the partial results of a request with the tiles [tiles_start, tiles_end). Called once, after
+    store_partial."""
     first_program, last_program = tiles_start // run_len, (tiles_end - 1) // run_len
     tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_program - first_program:

@@ -124,7 +124,7 @@ def cta_gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> None:
-    """As warp_gemv of warp_gemv.py, for one token."""
+    """Compute what `warp_gemv` computes, for one token."""
     size, out = x.shape[1], y.shape[1]
     assert len(x) == 1
     assert weight.shape == ((2 if gated else 1) * out, size)

@@ -118,8 +118,8 @@ def _fma(a, b, c):
 
 @triton.jit
 def _divisor(scale):
-    """What `_quotient` needs of a scale: minus a power of two, the scale times that power, and minus the
-    reciprocal of the result. With the power, reciprocals and remainders are normal numbers."""
+    """Return what `_quotient` needs of a scale: minus a power of two, the scale times that power, and minus
+    the reciprocal of the result. With the power, reciprocals and remainders are normal numbers."""
     scale = tl.where(scale == 0.0, 1.0, scale)
     power = tl.where(scale < 2.0**-60, 2.0**64, tl.where(scale > 2.0**100, 2.0**-64, 1.0))
     divisor = tl.where(scale == float("inf"), 2.0**100, scale * power)

@@ -88,7 +88,7 @@ def suits_cublas(
 
 
 def row_wise(x: QuantizedInput, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """By cuBLAS, with the rows behind x if that is faster: they have any values."""
+    """Multiply by cuBLAS, with the rows behind x if that is faster: they have any values."""
     num_tokens = len(x.q)
     q, x_scale = x.q, x.scale if x.scale.dim() == 2 else x.scale.expand(num_tokens, 1)
     if is_padded(num_tokens) and _has_room(q) and _has_room(x_scale):

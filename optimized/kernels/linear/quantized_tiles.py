@@ -18,8 +18,8 @@ class Tile(NamedTuple):
     parts: int = 1  # of a row: split-K
 
     def fitted(self, x_bytes: int, gpu: Gpu, is_float32: bool = False) -> Tile:
-        """With fewer stages where the GPU has less shared memory. x_bytes: of inputs, for a byte of a
-        weight. Tiles of float32 pass through shared memory again when they are multiplied."""
+        """Copy the tile with fewer stages where the GPU has less shared memory. x_bytes: of inputs, for a
+        byte of a weight. Tiles of float32 pass through shared memory again when they are multiplied."""
         stage = (self.rows + self.tokens * x_bytes) * self.step + 8 * (self.rows + self.tokens)  # and scales
         space = gpu.shared_memory - (4 * self.rows * self.step + 1024 if is_float32 else 0)
         return self._replace(stages=max(min(self.stages, space // stage), 2))
@@ -31,14 +31,14 @@ def can_compute(scheme: QuantScheme, size: int) -> bool:
 
 
 def fixed_tile(scheme: QuantScheme, size: int) -> Tile:
-    """For any number of tokens."""
+    """Return a tile for any number of tokens."""
     return Tile(64, 64, min(largest_step(scheme, size), 64), 3)
 
 
 def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
-    """For few tokens the best on average for the layers of Qwen3-8B on an H200. The GPU's table has better
-    ones for shapes that `diptych tune --quantization` has measured. Fewer than 64 outputs are multiplied by
-    Hopper's older tensor core instruction, which has no e4m3."""
+    """Choose the tile that is best on average for few tokens and the layers of Qwen3-8B on an H200. The GPU's
+    table has better ones for shapes that `diptych tune --quantization` has measured. Fewer than 64 outputs
+    are multiplied by Hopper's older tensor core instruction, which has no e4m3."""
     step = largest_step(scheme, size)
     if num_tokens > 64:
         return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)

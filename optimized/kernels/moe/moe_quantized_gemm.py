@@ -47,7 +47,7 @@ class ExpertWeights(NamedTuple):
 
 
 def quantized_tile(num_pairs: int, num_experts: int) -> QuantizedTile:
-    """As many pairs a block as an expert has on average. Not measured."""
+    """Choose a tile with as many pairs a block as an expert has on average. Not measured."""
     average = triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))
     block_m = min(max(average, 16), 64)
     if INTERPRETED:  # a CTA costs time, and a row does not

@@ -66,9 +66,9 @@ def _race_winner(
     logits_ptr, first_id, vocab_size, readable, largest, rate, state,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """For a finite largest logit: the sum of exponentials, and what `_best_score` gives, by noise without
-    logarithms of the tokens with v < 1/2 alone. -> the token, its w / exp(s), the sum. Others have at least
-    log 2: the token does not hold where it has about as much, as in slices with one likely token.
+    """Compute, for a finite largest logit, the sum of exponentials and what `_best_score` gives, by noise
+    without logarithms of the tokens with v < 1/2 alone. -> the token, its w / exp(s), the sum. Others have at
+    least log 2: the token does not hold where it has about as much, as in slices with one likely token.
 
     Reads the slice again, from L1, a row of the tile at a time: all noise at once would take so many
     registers that few CTAs could hide each other's latency."""

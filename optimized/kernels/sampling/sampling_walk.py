@@ -33,7 +33,7 @@ SLICE_BLOCK = tl.constexpr(2048)
 
 @triton.jit
 def is_before(s, ids, pivot, pivot_id):
-    """In the order (s descending, id ascending)."""
+    """Whether a token is before the pivot in the order (s descending, id ascending)."""
     return (s > pivot) | ((s == pivot) & (ids < pivot_id))
 
 

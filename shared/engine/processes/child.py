@@ -107,7 +107,8 @@ class Child:
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Of a process that starts, by the variable that tqdm reads: the first process alone draws them."""
+    """Switch off progress bars of a process that starts, by the variable that tqdm reads: only the first
+    process draws them."""
     before = os.environ.get("TQDM_DISABLE")
     os.environ["TQDM_DISABLE"] = "1"
     try:

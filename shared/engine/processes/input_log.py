@@ -73,7 +73,7 @@ class CallClock:
         return self.now
 
     def follow(self, call: Call) -> None:
-        """On another rank: the time is that of rank 0's call, not the rank's own."""
+        """Follow a call on another rank: the time is that of rank 0's call, not the rank's own."""
         self.now = call.now
 
 

@@ -251,7 +251,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def fresh_seed() -> int:
-    """For a request without one."""
+    """Draw a seed for a request without one."""
     return secrets.randbits(63)
 
 

@@ -190,7 +190,7 @@ def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: 
 
 
 def _pixels(url: str, config: VisionConfig) -> bytes:
-    """Of a data URL only: a client names no file of the server."""
+    """Read the pixels of a data URL. Other URLs are refused: a client names no file of the server."""
     return pixels_of(bytes_of_data_url(url), config).numpy().tobytes()
 
 
@@ -203,7 +203,7 @@ def _is_image(part: TextPart | ImagePart) -> bool:
 
 
 def _num_chars(message: Message) -> int:
-    """Of what a chat template writes into the prompt: some leave out earlier reasoning."""
+    """Count the characters that a chat template writes into the prompt: some leave out earlier reasoning."""
     text = message.content if isinstance(message.content, str) else ""
     parts = (part.text for part in _parts(message) if not _is_image(part))
     arguments = (call.function.arguments for call in message.tool_calls or ())
@@ -211,7 +211,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _num_chars_in(value: Any) -> int:
-    """Of all texts in a JSON value, which may be nested deeply."""
+    """Count the characters of all texts in a JSON value, which may be nested deeply."""
     num_chars, open_values = 0, [value]
     while open_values:
         value = open_values.pop()

@@ -53,7 +53,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def first_word(error: ValueError) -> str:
-    """Of a message that begins with the name of a parameter."""
+    """Return the name of a parameter with which the message begins."""
     match = re.match(r"\w+", str(error))
     return match[0] if match else ""
 

@@ -65,7 +65,8 @@ class CompletionLogprobs:
         self._offset = 0
 
     def piece(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Of these tokens. The first prompt token has neither log-probability nor alternatives."""
+        """Write the log-probabilities of these tokens. The first prompt token has neither log-probability nor
+        alternatives."""
         tokens, values, tops, offsets = [], [], [], []
         for found in logprobs:
             tokens.append(self._texts.text_of(found.token_id))

@@ -179,7 +179,8 @@ class SamplingFields(GrammarFields):
     service_tier: str | None = None
 
     def sampling_params(self, max_new_tokens: int, num_logprobs: int | None, **more: Any) -> SamplingParams:
-        """For the engine. `num_logprobs`: alternatives beside each token; None: no log-probabilities."""
+        """Return the parameters for the engine. `num_logprobs`: alternatives beside each token; None: no
+        log-probabilities."""
         if self.best_of is not None and self.best_of != 1:
             raise bad_request(f"best_of must be 1, got {self.best_of}", "best_of")
         if self.min_tokens > max_new_tokens:
@@ -227,7 +228,7 @@ class SamplingFields(GrammarFields):
 
 
 def texts_of(value: str | list[str] | None) -> tuple[str, ...]:
-    """Of a field that takes one text or a list of them."""
+    """List the texts of a field that takes one text or a list of them."""
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 

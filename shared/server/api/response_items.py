@@ -39,7 +39,7 @@ class OutputItems:
                 yield self._event("function_call_arguments.delta", delta=function["arguments"])
 
     def _of_content(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """Without text these are tokens whose text is held back: they start no message."""
+        """Return the events of content. Tokens without text, whose text is held back, start no message."""
         logprobs, self._held_logprobs = self._held_logprobs + logprobs, []
         if not text and self._open != "message":
             self._held_logprobs = logprobs

@@ -214,7 +214,7 @@ class EngineClient:
             self._call_soon(self._on_message, message)
 
     def _delta(self, output: RequestOutput) -> tuple[str, Delta]:
-        """With the text, which is made here."""
+        """Make the delta of an output, with its text."""
         delta = Delta(
             token_ids=output.new_token_ids,
             logprobs=output.output_logprobs,

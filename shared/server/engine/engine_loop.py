@@ -290,7 +290,7 @@ class EngineLoop:
                 self.channel.send(Outputs(outputs=outputs))
 
     def _step_outputs(self) -> list[RequestOutput]:
-        """Of one step, without the ends that were reported during a pause."""
+        """Run one step and return its outputs, without the ends that were reported during a pause."""
         return [self._output(output) for output in self.scheduler.step() if output.rid in self._live]
 
     def _output(self, output: StepOutput) -> RequestOutput:

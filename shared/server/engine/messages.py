@@ -62,7 +62,7 @@ class Abort(Message):
 
 
 class Unreadable(msgspec.Struct):
-    """In place of a request whose parameters were right in the API and are refused here: checks with a time
+    """Stands for a request whose parameters were right in the API and are refused here: checks with a time
     limit may end differently."""
 
     rid: str

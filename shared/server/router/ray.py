@@ -82,7 +82,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def _config_of(flags: dict[str, Any]) -> EngineConfig:
-    """From values or, as on a command line, their texts."""
+    """Make the configuration from values or, as on a command line, their texts."""
     known = {field.name for field in fields(EngineConfig)} | {"served_model_name"}
     unknown = sorted(flags.keys() - known)
     if unknown:

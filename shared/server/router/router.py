@@ -196,7 +196,8 @@ class CacheAwarePolicy:
 
 
 def least_loaded(replicas: Sequence[Replica]) -> Replica:
-    """Of equal loads the one that was sent fewer requests: else the first would get every tie."""
+    """Return the replica with the least load. Ties go to the one that was sent fewer requests: else the first
+    would get them all."""
     return min(replicas, key=lambda replica: (replica.load, replica.num_sent))
 
 

@@ -56,7 +56,7 @@ class Count:
 
 
 def requests_of(load: Load) -> list[tuple[list[int], int, frozenset[int], int]]:
-    """For each request: prompt, max_new_tokens, stop tokens, and the number of output tokens."""
+    """List for each request its prompt, max_new_tokens, stop tokens, and the number of output tokens."""
     rng = random.Random(load.seed)
     reqs = []
     for i in range(load.num_reqs):

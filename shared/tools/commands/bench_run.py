@@ -47,7 +47,7 @@ def _check_file(file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """As `check_files`, for a folder that need not exist. It is not made, so that a failure before the
+    """Check a folder as `check_files` does; it need not exist. It is not made, so that a failure before the
     results leaves no folder."""
     path = folder.absolute()
     _try_to_write(next(each for each in (path, *path.parents) if each.exists()))

@@ -207,7 +207,7 @@ def kernel_table(result: StepResult) -> Table:
 
 
 def shortened(kernels: tuple[KernelTime, ...], num_rows: int) -> list[KernelTime]:
-    """At most `num_rows` kernels, the others as one row; idle time stays."""
+    """Keep at most `num_rows` kernels, with the others as one row; idle time stays."""
     from diptych.shared.tools.bench.kernel_table import IDLE, KernelTime
 
     idle = [row for row in kernels if row.name == IDLE]

@@ -149,7 +149,7 @@ def held_out_batch(target_folder: Path, num_questions: int, row_len: int) -> Bat
 def evaluate(
     head: Eagle3Head, target: PreTrainedModel, batch: Batch, num_steps: int, rows_at_once: int = 4
 ) -> list[dict[str, float]]:
-    """Of each drafted step, over all slots of the batch: loss, and how often the head is right."""
+    """Measure each drafted step, over all slots of the batch: loss, and how often the head is right."""
     totals = torch.zeros(num_steps, 4)
     for start in range(0, batch.input_ids.shape[0], rows_at_once):
         part = Batch(*(each[start : start + rows_at_once].to(target.device) for each in batch))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.scheduling.host_cache import HostCache
 
 FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
-    ("alone:Deterministic", lambda plan: plan.config.deterministic),
-    ("alone:Disaggregation", lambda plan: plan.config.disaggregation),
+    ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
+    ("changed_parts:Disaggregation", lambda plan: plan.config.disaggregation),
     ("together:Ranks", lambda plan: plan.config.num_ranks > 1),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),

@@ -129,7 +129,7 @@ def _types(module: str) -> dict[str, str]:
 
 
 def _bare(signature: inspect.Signature) -> str:
-    """Without types."""
+    """Remove the types of a signature."""
     names = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(signature.replace(parameters=names, return_annotation=inspect.Signature.empty))
 

@@ -58,7 +58,7 @@ def _smaller_values(value: Any) -> Iterator[Any]:
 
 
 def _shorter(value: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Without the second half, the first half, ... down to without single elements."""
+    """Yield the value without its second half, its first half, ... down to without single elements."""
     size = len(value)
     step = max(size // 2, 1)
     while size and step:

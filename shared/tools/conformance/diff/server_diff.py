@@ -95,7 +95,8 @@ class ServerSide:
         return list(answer.token_ids)
 
     def score(self, ids: list[int]) -> dict[int, Scored]:
-        """In one request with `echo` or vLLM's `prompt_logprobs`; otherwise one request for each position."""
+        """Score in one request with `echo` or vLLM's `prompt_logprobs`; otherwise one request for each
+        position."""
         params = {"max_tokens": 1, "temperature": 0.0, "logprobs": self.num_top}
         if of_prompt := self.offers.prompt_params(self.num_top):
             answer = self.server.complete(ids, **of_prompt, **params)[0]

@@ -28,7 +28,7 @@ def mla_decode(batch: MLABatch, q: torch.Tensor) -> Call:
     kv_lora_rank], over the pool of the batch."""
     from diptych.shared.tools.conformance.oracles.attention_batches import LAYER_ID
 
-    decode = registry.load("kernel", "diptych.optimized.kernels.attention.mla_decode:mla_decode")
+    decode = registry.load_part("mla_decode").mla_decode
     rows, step, case = batch.kv_pool.k_buffer(LAYER_ID), batch.forward_batch, batch.case
     counters = torch.zeros(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
     table = batch.req_to_token_pool.req_to_token
@@ -43,7 +43,7 @@ def w8a8(
 ) -> Call:
     """a int8 [num_tokens, size], b int8 [out, size], scales float32 [num_tokens, 1] and [out, 1] -> `dtype`
     [num_tokens, out]."""
-    kernels = registry.load("kernel", "diptych.optimized.kernels.linear.quantized_gemm")
+    kernels = registry.load_part("quantized_gemm")
     x, scheme = kernels.QuantizedInput(a, scale_a, dtype), QuantScheme("int8", inputs="token")
 
     def call() -> torch.Tensor:

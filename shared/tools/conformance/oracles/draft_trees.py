@@ -58,7 +58,7 @@ class Candidate:
 
 
 def drafting(tops: Sequence[TopTokens], request: int) -> Iterator[tuple[list[Candidate], list[Candidate]]]:
-    """For each step of one request: the candidates, and the ones that are extended."""
+    """List, for each step of one request, the candidates and the ones that are extended."""
     beams: list[Candidate | None] = [None]
     start = 0
     for top in tops:

@@ -15,7 +15,7 @@ from diptych.shared.types import ForwardBatch
 
 
 def attention_for_graphs(dtype: torch.dtype) -> type[AttentionBackend]:
-    """On a GPU, a backend that can be captured, if there is one for the type. Elsewhere the reference's
+    """Return a backend that can be captured on a GPU, if there is one for the type. Elsewhere the reference's
     backend with the protocol of a capturable one, which checks the runner's calls without a GPU."""
     on_gpu = check_device().type == "cuda" and dtype is not torch.float64
     if on_gpu and "triton" in registry.choices("attention"):

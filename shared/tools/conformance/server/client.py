@@ -79,7 +79,7 @@ class Server:
         return self._send("GET", path, None)
 
     def post(self, path: str, body: Any) -> tuple[int, Mapping[str, str], Any]:
-        """As `get`. A body of bytes is sent unchanged."""
+        """Post a body; the rest is as in `get`. A body of bytes is sent unchanged."""
         return self._send("POST", path, body)
 
     def complete(self, prompt: Prompt, **params: Any) -> list[Answer]:
@@ -87,7 +87,7 @@ class Server:
         return self._answers("/v1/completions", self._completion(prompt, params), prompt)
 
     def stream(self, prompt: Prompt, **params: Any) -> list[Answer]:
-        """As `complete`, streamed; the chunks of each choice are joined."""
+        """Complete a prompt with a stream; the chunks of each choice are joined."""
         body = {"stream": True, "stream_options": {"include_usage": True}} | self._completion(prompt, params)
         return self._streamed("/v1/completions", body, prompt)
 

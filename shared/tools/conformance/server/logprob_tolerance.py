@@ -37,7 +37,7 @@ class Tolerance:
         return self.max_error * (1.0 + abs(logprob) / 3.0)
 
     def allowed_of_two(self, logprob: float) -> float:
-        """Between two answers of one server."""
+        """Allowed difference between two answers of one server."""
         return self.self_error * (1.0 + abs(logprob) / 3.0)
 
 

@@ -139,7 +139,8 @@ def short(value: Any, length: int = 240) -> str:
 
 
 def error_lines(results: Sequence[Result]) -> list[str]:
-    """For each check that scored tokens: its errors, and the largest by position as a row of characters."""
+    """Write, for each check that scored tokens, its errors, and the largest by position as a row of
+    characters."""
     lines = []
     for result in results:
         for finding in result.findings:

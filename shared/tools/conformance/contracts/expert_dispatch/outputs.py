@@ -166,7 +166,7 @@ class Replicated(Tokens):
         return x.to(check_device()), TopKOutput(topk.topk_weights.to(check_device()), ids.to(check_device()))
 
     def expected(self) -> torch.Tensor:
-        """By one rank that has all physical experts."""
+        """Compute the result on one rank that has all physical experts."""
         x, topk = self.logical_tokens()
         ids = self.placement().choose(topk.topk_ids)
         return self.all_experts().to(check_device())(x, topk._replace(topk_ids=ids))  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ class Verifying(Decoding):
         }
 
     def batches(self, *sessions: PreparedSession) -> list[tuple[ForwardBatch, ...]]:
-        """For each step one batch per session. Requests keep all nodes, as if they were text."""
+        """Yield for each step one batch per session. Requests keep all nodes, as if they were text."""
         dice = random.Random(self.seed + 2)
         batches = []
         for number, new_ids in enumerate(self.steps()):
