@@ -82,7 +82,9 @@ class Recorder:
 
     A decode batch may end in padding rows, which are not recorded. A step may take several passes of the
     model, over its tokens in order. While attached, the model runner replays no graphs, so that every op is
-    recorded. With `graphs` it replays them, and records only logits and sampled ids of a replayed step.
+    recorded. With `graphs` it replays them, and records only logits and sampled ids of a replayed step. With
+    tensor parallelism results of ops are parts, so logits and sampled ids are all that it records. Raises
+    `ValueError` for a pipeline and for replicas, of which another process computes some.
     """
 
     def __init__(self, llm: LLM, graphs: bool = False) -> None:
@@ -92,6 +94,9 @@ class Recorder:
         self.force_experts: ForceExperts | None = None
         # (op, kind, keys) -> the result to go on with, [len(keys), ...]; None: its own
         self.force_op: ForceOp | None = None
+        if llm.config.pp * llm.config.dp > 1:
+            raise ValueError(f"pp={llm.config.pp}, dp={llm.config.dp}: one process must compute all layers")
+        self._has_parts = llm.config.tp > 1
         self._device = llm.assembly.parts.allocator.device
         self._records: list[StepRecord] = []
         self._undo: list[Callable[[], None]] = []
@@ -180,8 +185,8 @@ class Recorder:
         self._undo.append(lambda: setattr(module, "topk", choose))
 
     def _see(self, op: str, kind: str, output: Any) -> None:
-        if self._open is None:
-            return  # a head's GEMM outside the forward pass
+        if self._open is None or self._has_parts:
+            return  # a head's GEMM outside the forward pass; or a rank's part
         own = output
         if isinstance(output, Stream):
             output = output.total()

@@ -82,6 +82,8 @@ class Soak:
     def __init__(self, flags: dict[str, Any], num_acts: int = NUM_ACTS) -> None:
         if flags.get("dtype", DTYPE) != DTYPE:
             raise ValueError(f"dtype={flags['dtype']}: answers are compared token by token in {DTYPE} only")
+        if flags.get("dp", 1) > 1:
+            raise ValueError(f"dp={flags['dp']}: the state of one engine is checked after every step")
         self.flags = {**flags, "dtype": DTYPE}
         self.num_acts = num_acts
         what = {name: value for name, value in self.flags.items() if name in WHAT_TO_RUN}
