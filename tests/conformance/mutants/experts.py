@@ -9,7 +9,6 @@ import torch
 from diptych.reference.moe import FusedExperts, MoE, TopK
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.modeling.layer_choice import ClampedSwiGLU
-from tests.conformance.mutants.layers import SiluOfTheSecondHalf
 from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
 
 
@@ -37,19 +36,6 @@ class BiasInTheWeights(TopK):
         if correction_bias is not None:
             weights = weights + correction_bias[ids.long()]
         return TopKOutput(weights, ids)
-
-
-@part_of_moe
-class SecondBiasWithoutWeight(FusedExperts):
-    """An expert's second bias is added whole, whatever the router's weight."""
-
-    def forward(self, x, topk):
-        y = super().forward(x, topk)
-        if self.b2 is None:
-            return y
-        is_chosen = topk.topk_ids >= 0
-        missing = torch.where(is_chosen, 1 - topk.topk_weights, 0.0)[..., None]
-        return y + (missing * self.b2[topk.topk_ids.clamp(min=0).long()]).sum(1).to(y.dtype)
 
 
 class ClampedOnBothSides(ClampedSwiGLU):
@@ -86,31 +72,11 @@ class WeightsInputAndOutput(MoE):
 
 
 @part_of_moe
-class ScalesTwice(TopK):
-    """routed_scaling_factor is applied by two."""
-
-    def __call__(self, router_logits, correction_bias=None):
-        weights, ids = super().__call__(router_logits, correction_bias)
-        return TopKOutput(weights * self.config.routed_scaling_factor, ids)
-
-
-@part_of_moe
 class NeverRenormalises(TopK):
     """norm_topk_prob is not looked at."""
 
     def __init__(self, config):
         super().__init__(replace(config, norm_topk_prob=False))
-
-
-@part_of_moe
-class RenormalisesAwayTheScale(TopK):
-    """Weights are scaled first, then divided by their sum."""
-
-    def __call__(self, router_logits, correction_bias=None):
-        weights, ids = super().__call__(router_logits, correction_bias)
-        return TopKOutput(
-            weights / weights.sum(-1, keepdim=True) if self.config.norm_topk_prob else weights, ids
-        )
 
 
 @part_of_moe
@@ -153,33 +119,6 @@ class RoutesInHalf(TopK):
 
 
 @part_of_moe
-class ChosenInOrderOfId(TopK):
-    """The chosen experts come sorted by id."""
-
-    def __call__(self, router_logits, correction_bias=None):
-        weights, ids = super().__call__(router_logits, correction_bias)
-        order = ids.argsort(-1)
-        return TopKOutput(weights.gather(1, order), ids.gather(1, order))
-
-
-@part_of_moe
-class UpRowsFirst(FusedExperts):
-    """w13 is read as up, then gate."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.act_fn = SiluOfTheSecondHalf()
-
-
-@part_of_moe
-class PaddingIsTheLastExpert(FusedExperts):
-    """An id of -1 indexes from the end."""
-
-    def forward(self, x, topk):
-        return super().forward(x, topk._replace(topk_ids=topk.topk_ids % len(self.w13)))
-
-
-@part_of_moe
 class ExpertZeroIsPadding(FusedExperts):
     """The first expert is treated as padding."""
 
@@ -199,32 +138,11 @@ class PaddedRowsUnwritten(FusedExperts):
 
 
 @part_of_moe
-class PaddedWeightsCount(FusedExperts):
-    """Padding is multiplied by its weight instead of left out: 0 * NaN is NaN."""
-
-    def forward(self, x, topk):
-        lost = topk.topk_weights.masked_fill(topk.topk_ids >= 0, 0.0) * 0.0
-        return super().forward(x, topk) + lost.sum(-1, keepdim=True).to(x.dtype)
-
-
-@part_of_moe
 class RouterWeightsInHalf(FusedExperts):
     """Weights are rounded to the input's type before they multiply."""
 
     def forward(self, x, topk):
         return super().forward(x, topk._replace(topk_weights=topk.topk_weights.to(x.dtype).float()))
-
-
-@part_of_moe
-class WeighsTheInput(FusedExperts):
-    """x is weighted, not the expert's output: silu is not linear."""
-
-    def forward(self, x, topk):
-        y = torch.zeros_like(x)
-        for weights, ids in zip(topk.topk_weights.split(1, dim=1), topk.topk_ids.split(1, dim=1)):
-            weighted = (x * weights).to(x.dtype)
-            y += FusedExperts.forward(self, weighted, TopKOutput(torch.ones_like(weights), ids))
-        return y
 
 
 @part_of_moe
@@ -237,14 +155,6 @@ class LimitedCapacity(FusedExperts):
             token_rows, slots = (ids == expert_id).nonzero(as_tuple=True)
             ids[token_rows[64:], slots[64:]] = -1
         return super().forward(x, topk._replace(topk_ids=ids))
-
-
-@part_of_moe
-class ComputesEveryExpert(FusedExperts):
-    """All experts compute all tokens, with a weight of 0 for those that were not chosen."""
-
-    def forward(self, x, topk):
-        return super().forward(x, topk) + 0 * (self.w2.sum() + self.w13.sum())
 
 
 @part_of_moe
@@ -263,17 +173,6 @@ class SharedExpertsUngated(MoE):
         gate, self.shared_expert_gate = self.shared_expert_gate, None
         y = super().forward(x)
         self.shared_expert_gate = gate
-        return y
-
-
-@mutant_of("moe")
-class ScalesTheSharedExperts(MoE):
-    """routed_scaling_factor multiplies the shared experts as well."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if self.shared_experts is not None:
-            y = y + (self.topk.config.routed_scaling_factor - 1) * self.shared_experts(x)
         return y
 
 
