@@ -117,8 +117,8 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:
-        """Free every page that has a slot of `slots`. The pages must be allocated (a page freed twice is an
-        `AssertionError`); an empty tensor is allowed."""
+        """Free every page that has a slot of `slots`. The pages must be allocated: a page freed twice is an
+        `AssertionError`, and then nothing is freed. An empty tensor is allowed."""
 
     @abstractmethod
     def available_size(self) -> int:

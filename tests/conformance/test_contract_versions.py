@@ -109,10 +109,11 @@ def test_a_new_field_of_a_type_beside_the_interface_is_noticed(record: dict[str,
 
 
 def test_a_new_abstract_method_is_no_minor_version(record: dict[str, Any]) -> None:
+    before = list(record["changes"])
     del record["interface"]["PrefixCache.evict"]
     with pytest.raises(ValueError, match=r"radix_cache needs a major version: PrefixCache\.evict is new"):
         next_record("radix_cache", False, "evict")
-    assert list(next_record("radix_cache", True, "evict")["changes"]) == ["1.0", "2.0"]
+    assert list(next_record("radix_cache", True, "evict")["changes"]) == [*before, "2.0"]
 
 
 def test_what_has_changed_since_a_component_was_written(record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The optimized pools: call for call the reference's slots, and what goes to a device when there is one."""
+"""The optimized pools beyond their contract: the order of slots, and what goes to a device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from diptych.reference import memory_pool as reference
 from diptych.shared.registry import load
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
+from diptych.shared.tools.conformance.contracts.memory_pool.allocator_sequences import Run, random_calls
 from diptych.shared.tools.conformance.contracts.memory_pool.rows import (
     rows_written_and_read,
     rows_written_at_once,
@@ -21,78 +22,12 @@ from diptych.shared.tools.conformance.contracts.memory_pool.rows import (
 from diptych.shared.tools.conformance.oracles.schedules import random_schedule, run_schedule
 
 
-class Both:
-    """Both allocators through the same calls, each of which must give the same slots, in the same order."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        size = num_pages * page_size
-        self.allocators: list[Any] = [
-            pool.TokenToKVPoolAllocator(size, page_size, "cpu") for pool in (memory_pool, reference)
-        ]
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            results = [_outcome(getattr(allocator, name), args) for allocator in self.allocators]
-            assert results[0] == results[1], (name, args)
-            return results[0]
-
-        return call
-
-
-def _outcome(call: Any, args: Any) -> Any:
-    try:
-        result = call(*args)
-    except AssertionError:
-        return "refused"
-    return (result.tolist(), result.dtype) if isinstance(result, torch.Tensor) else result
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(6))
-def test_any_calls_give_the_references_slots(page_size: int, seed: int) -> None:
-    """Wrong calls among them: what is refused changes nothing."""
-    rng = random.Random(seed)
-    both = Both(rng.choice([5, 30]), page_size)
-    owned: list[list[int]] = []
-    for _ in range(300):
-        kind = rng.choice(["extend", "extend", "decode", "decode", "alloc", "free", "free", "wrong"])
-        if kind == "extend":
-            old = [owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else [] for _ in "ab"]
-            lens = [len(slots) for slots in old]
-            new = [n + rng.randint(0, 2 * page_size) for n in lens]
-            given = both.alloc_extend(lens, new, [slots[-1] if slots else -1 for slots in old])
-            grown = given[0] if given is not None else []
-            num_first = new[0] - lens[0]
-            more = [grown[:num_first], grown[num_first:]]
-            owned += [slots + extra for slots, extra in zip(old, more) if slots or extra]
-        elif kind == "decode":
-            given = both.alloc_decode([len(slots) + 1 for slots in owned], [slots[-1] for slots in owned])
-            for slots, slot in zip(owned, given[0] if given is not None else []):
-                slots.append(slot)
-        elif kind == "alloc":
-            given = both.alloc(rng.randint(0, 3) * page_size)
-            owned += [given[0]] if given and given[0] else []
-        elif kind == "free" and owned:
-            slots = owned.pop(rng.randrange(len(owned)))
-            both.free(torch.tensor(rng.choice([slots, slots[::-1], rng.sample(slots, len(slots))])))
-        elif kind == "wrong":
-            both.free(torch.tensor(rng.choices(range(-3, 40 * page_size), k=rng.randint(1, 2))))
-            owned = _still_owned(both, owned, page_size)
-        assert both.available_size() % page_size == 0
-        both.free_slots()
-
-
-def _still_owned(both: Both, owned: list[list[int]], page_size: int) -> list[list[int]]:
-    """A wrong call may have hit what is owned: who lost a page is forgotten, the rest of it freed."""
-    used = set(both.allocators[1]._used_pages)
-    kept = []
-    for slots in owned:
-        pages = {slot // page_size for slot in slots}
-        if pages <= used:
-            kept.append(slots)
-        elif pages & used:
-            both.free(torch.tensor([page * page_size for page in sorted(pages & used)]))
-    return kept
+@pytest.mark.parametrize("seed", range(12))
+def test_slots_come_in_the_order_of_the_reference(seed: int) -> None:
+    case = random_calls(seed, 200)
+    runs = [Run(pools, case) for pools in (memory_pool, reference)]
+    assert runs[0].play() == runs[1].play()
+    assert runs[0].requests == runs[1].requests
 
 
 @pytest.mark.parametrize(

@@ -346,3 +346,7 @@ adder_bug("ChunksByTheBudgetAlone", "A chunk may be larger than the free memory.
 policy_bug("EqualWeightsByTheLastRequest",
            "Of equally heavy subtrees the one with the last request goes first.",
            ("schedule_policy", "first.setdefault(node, place)", "first[node] = -place"))
+adder_bug("RoundsReservations",
+          "The possible output of a running request is reserved rounded to the nearest token.",
+          ("prefill_adder", "return int(_clipped_max_new(req) * self.new_token_ratio)",
+           "return round(_clipped_max_new(req) * self.new_token_ratio)"))

@@ -21,7 +21,7 @@ from diptych.shared.tools.conformance.clauses.time_limit import time_limit as li
 
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy.order", "schedule_policy.passes"),
-    "prefill_adder": ("prefill_adder.budgets", "prefill_adder.waits"),
+    "prefill_adder": ("prefill_adder.budgets", "prefill_adder.waits", "prefill_adder.any_requests"),
     "scheduler": (
         "scheduler.schedules",
         "scheduler.limits",

@@ -9,17 +9,18 @@ from typing import Any, Literal, get_args
 
 from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.clauses.clause import agreement, contract
-from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
+from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_raises, expect_true
 from diptych.shared.tools.conformance.clauses.short_repr import short_repr
 from diptych.shared.tools.conformance.contracts.memory_pool.allocator import allocator_of, expect_slots, slots
 
-Kind = Literal["extend", "decode", "finish"]
+Kind = Literal["extend", "decode", "finish", "wrong"]
 
 
 @dataclass(frozen=True, repr=False)
 class Call:
     """One call. `which` counts the live requests, modulo their number; one more is a new request. "extend":
-    by num_tokens, with `is_pair` also the next request. "decode": one token for all."""
+    by num_tokens, with `is_pair` also the next request. "decode": one token for all. "wrong": free a page
+    that is free, or the dummy page."""
 
     kind: Kind
     which: int = 0
@@ -36,7 +37,7 @@ class Call:
 def random_calls(seed: int, num_calls: int = 30) -> Case:
     rng = random.Random(seed)
     page_size = (1, 2, 4, 16)[seed % 4]
-    weights = {"extend": 6, "decode": 4, "finish": 3}
+    weights = {"extend": 6, "decode": 4, "finish": 3, "wrong": 1}
     kinds = rng.choices(list(weights), weights=list(weights.values()), k=num_calls)
     calls = [
         Call(kind, rng.randrange(20), rng.randint(1, 3 * page_size), rng.random() < 0.3)  # type: ignore[arg-type]
@@ -123,6 +124,13 @@ class Run:
             request = self.requests.pop(call.which % len(self.requests))
             self.allocator.free(slots(*request))
             self.free |= {slot // self.case.page_size for slot in request}
+
+    def _wrong(self, call: Call) -> None:
+        """It changes nothing, although a page that is in use comes with it."""
+        pages = [0, *sorted(self.free)]
+        wrong = pages[call.which % len(pages)] * self.case.page_size
+        used = [request[0] for request in self.requests[:1]]
+        expect_raises(f"{self.what}: free()", AssertionError, self.allocator.free, slots(*used, wrong))
 
     def _check(self) -> None:
         page_size = self.case.page_size

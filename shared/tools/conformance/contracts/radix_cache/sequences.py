@@ -36,28 +36,33 @@ class Call:
             raise ValueError(f"no call: {self}")
 
 
-def random_calls(seed: int, num_calls: int = 80) -> Case:
-    """Random calls over few different tokens, so that keys share prefixes and diverge everywhere."""
+def random_calls(seed: int, num_calls: int = 80, is_long: bool = False) -> Case:
+    """Random calls over few different tokens, so that keys share prefixes and diverge everywhere. Long keys
+    have some hundred tokens, and differ in one."""
     rng = random.Random(seed)
     policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
-    name = f"random calls {seed}, {policy}, page {page_size}"
-    calls = tuple(_random_call(rng, page_size) for _ in range(num_calls))
+    name = f"random calls {seed}{', long keys' * is_long}, {policy}, page {page_size}"
+    calls = tuple(_random_call(rng, page_size, is_long) for _ in range(num_calls))
     return Case(
         name,
         page_size=page_size,
         policy=policy,
         is_bigram=rng.random() < 0.3,
         calls=calls,
-        num_pages=rng.choice([8, 48]),
+        num_pages=2000 // page_size if is_long else rng.choice([8, 48]),
     )
 
 
-def _random_call(rng: random.Random, page_size: int) -> Call:
+def _random_call(rng: random.Random, page_size: int, is_long: bool) -> Call:
     kind = rng.choices(get_args(Kind), weights=[6, 4, 2, 2, 2, 1])[0]
     number = {"insert": rng.randint(-1, 2), "evict": rng.randint(0, 12)}.get(kind, rng.randrange(20))
     if kind in ("unlock", "evict"):
         return Call(kind, number=number)
     tokens = tuple(rng.choices([0, 1], k=rng.randint(0, 4 * page_size + 3)))
+    if is_long:
+        whole = [token % 11 for token in range(rng.randint(1, 400))]
+        whole[rng.randrange(len(whole))] = rng.randint(9, 13)
+        tokens = tuple(whole)
     if kind == "discard":
         number = rng.choice([0, rng.randint(0, len(tokens))])
     elif kind != "insert":
@@ -183,7 +188,8 @@ def any_calls(impl: type[PrefixCache], case: Case) -> None:
 
 
 @agreement(
-    "The same calls match, evict, lock and leave the same amounts as with the reference.", SEQUENCES[:24]
+    "The same calls match, evict, lock and leave the same amounts as with the reference.",
+    SEQUENCES[:24] + tuple(random_calls(seed, 30, is_long=True) for seed in range(8)),
 )
 def same_calls(impl: type[PrefixCache], case: Case, reference: type[PrefixCache]) -> None:
     for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
