@@ -184,7 +184,7 @@ def _compare(
     texts: list[str] | None,
     raw: bool,
     params: dict[str, Any],
-    modes: dict[str, bool],
+    modes: dict[str, Any],
     steps: int | None,
 ) -> tuple[Outcome, dict[str, str]]:
     """Run two panels in lockstep, in `modes` of `Lockstep`. Returns the outcome and facts about the run."""

@@ -54,20 +54,23 @@ class Feature:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
+    # --8<-- [start:feature]
     def check(self) -> None:
-        """Raise `ValueError` for what the feature does not work with, before memory is taken."""
+        """Raise `ValueError` for what it does not work with, before memory is taken."""
 
     def implementation(self, component: str, impl: Any) -> Any:
         """The implementation to use in place of `impl`."""
         return impl
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
-        """Fields of `Extras`: made when the weights are loaded, before the pools are sized."""
+        """Fields of `Extras`: made after the weights, before the pools are sized."""
         return {}
 
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
         """The tier below the prefix cache."""
         return None
+
+    # --8<-- [end:feature]
 
 
 class Features:
