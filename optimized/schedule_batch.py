@@ -16,21 +16,21 @@ from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_
 from diptych.shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
 
-def name_tokens(
-    batch: ScheduleBatch, names: Sequence[int | None], num_token_ids: int, device: torch.device
+def make_forward_batch(
+    batch: ScheduleBatch, newest_ids: Sequence[int], num_token_ids: int, device: torch.device
 ) -> ForwardBatch:
-    """The batch as tensors; input ids below zero are `names` in the FutureMap. Call it once memory is
-    allocated and before any result is processed."""
+    """The batch as tensors. newest_ids: the input of each request that decodes; below zero, a name in the
+    FutureMap. Call it once memory is allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
     if batch.forward_mode is ForwardMode.DECODE:
-        return _decode_batch(batch, names, device)
+        return _decode_batch(batch, newest_ids, device)
     extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
 
     # --8<-- [start:ragged-tokens]
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
-    input_ids += _decoded_ids(batch, names)
+    input_ids += newest_ids
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
@@ -70,7 +70,7 @@ def name_tokens(
     )
 
 
-def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: torch.device) -> ForwardBatch:
+def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch.device) -> ForwardBatch:
     """A decode batch with all tensors in one copy, because a step of a small model leaves the CPU little
     time."""
     bs, slots = batch.batch_size, batch.out_cache_loc
@@ -78,7 +78,7 @@ def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: tor
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     numbers = pinned(7, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
     ids, positions, rows, lens, slots_row, extend_lens, starts = numbers.numpy()[:, :bs]
-    ids[:] = _decoded_ids(batch, names)
+    ids[:] = newest_ids
     lens[:] = seq_lens
     positions[:] = lens - 1
     rows[:] = [req.req_pool_idx for req in batch.reqs]
@@ -100,11 +100,3 @@ def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: tor
         seq_lens_cpu=tuple(seq_lens),
         extend_seq_lens_cpu=(1,) * bs,
     )
-
-
-def _decoded_ids(batch: ScheduleBatch, names: Sequence[int | None]) -> list[int]:
-    """Input ids of the requests that decode: the last ones of the batch."""
-    first = batch.num_extend_reqs
-    return [
-        req.output_ids[-1] if name is None else name for req, name in zip(batch.reqs[first:], names[first:])
-    ]

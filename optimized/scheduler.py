@@ -1,4 +1,4 @@
-"""Continuous batching with overlap scheduling: batch N+1 is formed and launched before N's results are read.
+"""The main loop with overlap scheduling: batch N+1 is formed and launched before N's results are read.
 
 Differs from reference: the GPU goes from batch to batch without waiting for the CPU, which forms the next
 one and processes the last one meanwhile. A request decodes from a token that the CPU does not have yet
@@ -11,99 +11,104 @@ Outputs come one step later.
 
 from __future__ import annotations
 
-from typing import Any
-
 from diptych.optimized.decoding import PlainDecoding
 from diptych.optimized.overlap.cached_prompt import CachedPrompt
 from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight
 from diptych.optimized.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.interfaces import SchedulerParts
-from diptych.shared.scheduling.base_scheduler import BaseScheduler
+from diptych.shared.interfaces import (
+    AddReqResult,
+    PrefillAdder,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+)
+from diptych.shared.interfaces import scheduler as interface
+from diptych.shared.scheduling.admission import NewTokenRatio, budget_of_step
+from diptych.shared.scheduling.lifecycle import Lifecycle
+from diptych.shared.scheduling.pages import mix, prepare_for_extend, retraction_order
 from diptych.shared.scheduling.stop_conditions import held_nan
 from diptych.shared.scheduling.waiting_queue import WaitingQueue
-from diptych.shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
+from diptych.shared.types import BatchResult, ForwardMode, Req, ScheduleBatch, StepOutput
 
 
-class Scheduler(BaseScheduler):
+class Scheduler(interface.Scheduler):
     overlaps = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
-        super().__init__(config, model_config, parts)
-        self.waiting_queue = WaitingQueue()
+        self.config = config
+        self.parts = parts
         self.decoding: PlainDecoding = (
             PlainDecoding(parts)
             if parts.drafter is None
-            else SpeculativeDecoding(config, self.context_len, parts)
+            else SpeculativeDecoding(config, config.context_len or model_config.context_len, parts)
         )
         self.pipeline = self.decoding.pipeline
+        self.requests = Lifecycle(config, model_config, parts, self.decoding, WaitingQueue())
+        self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+
+    def add_request(self, req: Req) -> None:
+        self.requests.add(req)
+
+    def abort(self, rid: str) -> bool:
+        return self.requests.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        return self.requests.retract_by_id(rid)
+
+    def has_work(self) -> bool:
+        return self.requests.has_work()
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
-        self._finish_overdue()
-        num_ahead = self.decoding.num_ahead(self.running)
+        requests, timeline = self.requests, self.parts.timeline
+        requests.finish_overdue()
+        num_ahead = self.decoding.num_ahead(requests.running)
         self._catch_up(num_left=num_ahead)
-        batch = self._schedule()
-        is_launched = batch is not None and self._launch(batch)
-        self._catch_up(num_left=num_ahead if is_launched else 0)
-        if not self.live:
+        try:
+            with timeline.span("schedule"):
+                batch = self.get_next_batch_to_run()
+        except BaseException as error:
+            self.pipeline.streams.synchronize()
+            self.pipeline.batches.clear()
+            requests.abandon(error)
+            raise
+        if batch is not None:
+            requests.num_steps += 1
+            try:
+                self.decoding.run(batch, requests.chunked_req)
+            except BaseException as error:
+                self._fail(batch, error)
+                batch = None
+            else:
+                self._join_running(batch)
+        self._catch_up(num_left=num_ahead if batch is not None else 0)
+        if not requests.live:
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
-        return self._take_outputs()
+        return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]
 
     def _catch_up(self, num_left: int) -> None:
         """Process the oldest batches until at most `num_left` are in flight. Between two steps there is one;
         an interrupt while waiting can leave two."""
-        while len(self.pipeline) > num_left:
-            oldest = self.pipeline.batches[0]
+        timeline, batches = self.parts.timeline, self.pipeline.batches
+        while len(batches) > num_left:
+            oldest = batches[0]
             if oldest.results is None:
                 self._sample_late(oldest)
                 continue
-            with self.parts.timeline.span("wait for tokens"):
-                result = oldest.results.wait()
+            with timeline.span("wait for tokens"):
+                outputs = oldest.results.wait()
             reqs = list(oldest.rows)
             try:
-                self.pipeline.batches.popleft()
-                with self.parts.timeline.span("process results"):
-                    self.process_batch_result(oldest, result)
+                batches.popleft()
+                with timeline.span("process results"):
+                    self.process_batch_result(oldest, self.decoding.finish(oldest, outputs))
             except BaseException as error:
-                self._finish_with_error(reqs, error)
-        if self.pipeline and self.pipeline.batches[0].results is None:
-            self._sample_late(self.pipeline.batches[0])
-
-    def _decodable(self) -> list[Req]:
-        return self.pipeline.decodable(self.running)
-
-    def _get_batch_decode(self) -> ScheduleBatch | None:
-        decodable = self._decodable()
-        if not decodable:
-            return None
-        batch = self.decoding.prepare(decodable)
-        if batch is not None:
-            self.new_token_ratio.decay()
-        elif not self.pipeline:  # otherwise it may end requests, so it is processed before any retraction
-            batch = self._retract_to_decode()
-        return batch
-
-    # ---- run it ----
-
-    def _launch(self, batch: ScheduleBatch) -> bool:
-        """Launch a batch. False if the model refuses it."""
-        self.num_steps += 1
-        try:
-            self.run_batch(batch)
-        except BaseException as error:
-            self._fail(batch, error)
-            return False
-        for req in batch.reqs[: batch.num_extend_reqs]:
-            self.parts.tree_cache.cache_unfinished_req(req)
-            if req is not self.chunked_req:
-                self.running.append(req)
-        return True
-
-    def run_batch(self, batch: ScheduleBatch) -> None:
-        self.decoding.run(batch, self.chunked_req)
+                self.requests.finish_with_error(reqs, error)
+        if batches and batches[0].results is None:
+            self._sample_late(batches[0])
 
     def _sample_late(self, batch: InFlight) -> None:
         assert isinstance(batch, BatchInFlight)
@@ -113,32 +118,12 @@ class Scheduler(BaseScheduler):
             self.pipeline.batches.remove(batch)
             self._fail(batch.batch, error)
 
-    # --8<-- [start:process-batch-result]
-    def process_batch_result(self, batch: InFlight, result: Any) -> None:
-        """Process the results of the requests that are still in the batch."""
-        for req, token_ids, logprobs in self.decoding.finish(batch, result):
-            if batch.rows.pop(req, None) is not None:
-                self._append_tokens(req, token_ids, logprobs)
-            if token_ids[0] < 0 and req in batch.prompts and held_nan(req, self.parts.num_token_ids):
-                self._discard(batch.prompts[req], batch)
-
-    # --8<-- [end:process-batch-result]
-
-    # --8<-- [start:discard-a-prompt]
-    def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:
-        """Discard the KV of a request whose logits were NaN. Its KV may be NaN, and so
-        may the KV that other requests computed from its cached prefix; they start
-        again."""
-        batches = (launched, *self.pipeline.batches)
-        new = {req for each in batches for req in each.prompts if req in each.rows}
-        for req in list(self.live.values()):
-            if (req in new or req not in self.running) and prompt.may_be_held_by(req):
-                launched.rows.pop(req, None)
-                self.retract(req.rid)
-        self.parts.tree_cache.discard(prompt.key, prompt.start)
-        # --8<-- [end:discard-a-prompt]
-
-    # ---- failures ----
+    def _join_running(self, batch: ScheduleBatch) -> None:
+        """The prompts of a batch that was launched: cached before their results are known."""
+        for req in batch.reqs[: batch.num_extend_reqs]:
+            self.parts.tree_cache.cache_unfinished_req(req)
+            if req is not self.requests.chunked_req:
+                self.requests.running.append(req)
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """Handle a batch that the model refused. The previous batch is processed first, and the requests that
@@ -150,15 +135,153 @@ class Scheduler(BaseScheduler):
                 req.kv_committed_len -= 1
         self._catch_up(num_left=0)
         if not isinstance(error, Exception) or not all(req.finished for req in batch.reqs):
-            self._finish_with_error(batch.reqs, error)
+            self.requests.finish_with_error(batch.reqs, error)
 
-    def _abandon(self, error: BaseException) -> None:
-        self.pipeline.streams.synchronize()
-        self.pipeline.batches.clear()
-        super()._abandon(error)
+    # ---- choose the batch ----
+
+    # --8<-- [start:get-next-batch]
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Prefill first: waiting costs latency, and a larger running batch is efficient."""
+        prefill = self.get_new_batch_prefill()
+        if prefill is None:
+            return self.get_batch_decode()
+        decodable = self._decodable() if self.config.enable_mixed_chunk else []
+        decode = self.decoding.prepare(decodable) if decodable else None
+        return prefill if decode is None else mix(prefill, decode)
+
+    # --8<-- [end:get-next-batch]
+
+    # --8<-- [start:prefill-batch]
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """The prompt that was computed in part, and the waiting requests that fit."""
+        parts, requests = self.parts, self.requests
+        if requests.chunked_req is None and (requests.batch_is_full or not requests.waiting_queue):
+            return None
+        decodable = self._decodable()
+        num_reserved = sum(each.num_reserved(decodable) for each in requests.features)
+        budget = budget_of_step(self.config, self.new_token_ratio.current, len(decodable), num_reserved)
+        adder = parts.prefill_adder(budget, parts.tree_cache, parts.allocator, decodable)
+        if requests.chunked_req is not None:
+            requests.chunked_req = adder.add_chunked_req(requests.chunked_req)
+        if requests.chunked_req is None and not requests.batch_is_full:
+            self._admit_waiting(adder)
+        new = adder.can_run_list
+        if not new:
+            return None
+        requests.have_started(new)
+        if adder.new_chunked_req is not None:
+            requests.chunked_req = adder.new_chunked_req
+        batch = prepare_for_extend(new, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+        for each in requests.features:
+            each.have_joined(new, requests.running)
+        return batch
+
+    # --8<-- [end:prefill-batch]
+
+    # --8<-- [start:admit-waiting]
+    def _admit_waiting(self, adder: PrefillAdder) -> None:
+        requests, features = self.requests, self.requests.features
+        order, deprioritized = self.parts.policy.order(requests.waiting_queue, requests.running)
+        for req in order:
+            if req.rid in deprioritized and adder.can_run_list:
+                break  # one step later it finds its prefix in the cache
+            if not all(each.may_join(req, requests.running, adder.can_run_list) for each in features):
+                break
+            if len(requests.running) + len(adder.can_run_list) >= self.config.max_running_requests:
+                result = AddReqResult.NO_TOKEN
+            else:
+                for each in features:
+                    each.is_joining(req)
+                result = adder.add_one_req(req)
+            if result is AddReqResult.WAIT:
+                continue
+            if result is AddReqResult.NO_TOKEN and any(each.makes_room(req, adder) for each in features):
+                result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE:
+                # After an addition it is worth another try: the next step's budget reserves for what was
+                # added now only the expected output, not the longest.
+                requests.batch_is_full = result is AddReqResult.NO_TOKEN and not adder.can_run_list
+                break
+            requests.waiting_queue.remove(req)
+            if adder.new_chunked_req is not None:
+                break
+
+    # --8<-- [end:admit-waiting]
+
+    # --8<-- [start:decode-batch]
+    def get_batch_decode(self) -> ScheduleBatch | None:
+        """A decode step of all running requests, after retractions if memory is short."""
+        decodable = self._decodable()
+        if not decodable:
+            return None
+        batch = self.decoding.prepare(decodable)
+        if batch is None and not self.pipeline:
+            return self._retract_to_decode()  # a batch in flight may end requests, so it is processed before
+        if batch is not None:
+            self.new_token_ratio.decay()
+        return batch
+
+    def _decodable(self) -> list[Req]:
+        """The running requests that may produce a token beyond the one in flight."""
+        return self.pipeline.decodable(self.requests.running)
+
+    def _retract_to_decode(self) -> ScheduleBatch:
+        """Retract requests until the others can decode. The last one stays: a chunked prompt is retracted
+        before it, and alone it fits, because submission checked that."""
+        requests = self.requests
+        candidates = retraction_order(requests.running)
+        while (batch := self.decoding.prepare(self._decodable())) is None:
+            if len(candidates) > 1:
+                requests.retract(candidates.pop())
+            else:
+                assert requests.chunked_req is not None, (
+                    "one request alone does not fit: submission checks this"
+                )
+                requests.retract(requests.chunked_req)
+        self.new_token_ratio.raise_after_retraction(requests.running)
+        return batch
+
+    # --8<-- [end:decode-batch]
+
+    # ---- process its results ----
+
+    # --8<-- [start:process-batch-result]
+    def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:
+        requests, num_token_ids = self.requests, self.parts.num_token_ids
+        for req, token_ids, logprobs in zip(batch.batch.reqs, result.token_ids, result.logprobs):
+            if not token_ids:
+                continue  # its prompt is not complete, or it has left a round
+            if batch.rows.pop(req, None) is not None:
+                requests.append_tokens(req, token_ids, logprobs)
+            if token_ids[0] < 0 and req in batch.prompts and held_nan(req, num_token_ids):
+                self._discard(batch.prompts[req], batch)
+
+    # --8<-- [end:process-batch-result]
+
+    # --8<-- [start:discard-a-prompt]
+    def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:
+        """Discard the KV of a request whose logits were NaN. Its KV may be NaN, and so
+        may the KV that other requests computed from its cached prefix; they start
+        again."""
+        requests, batches = self.requests, (launched, *self.pipeline.batches)
+        new = {req for each in batches for req in each.prompts if req in each.rows}
+        for req in list(requests.live.values()):
+            if (req in new or req not in requests.running) and prompt.may_be_held_by(req):
+                launched.rows.pop(req, None)
+                requests.retract_by_id(req.rid)
+        self.parts.tree_cache.discard(prompt.key, prompt.start)
+        # --8<-- [end:discard-a-prompt]
+
+    # ---- inspection ----
 
     def flush_cache(self) -> bool:
-        if self.live:
+        if self.requests.live:
             return False
         self._catch_up(num_left=0)
-        return super().flush_cache()
+        return self.requests.flush_cache()
+
+    def state(self) -> SchedulerState:
+        return self.requests.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.requests.stats(self.new_token_ratio.current)

@@ -13,8 +13,11 @@ from diptych.shared.sampling.logprobs import input_logprob_rows
 from diptych.shared.types import ForwardBatch, Req, ScheduleBatch
 
 
-def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.device) -> ForwardBatch:
-    """The batch as tensors. Call it once memory is allocated and before any result is processed."""
+def make_forward_batch(
+    batch: ScheduleBatch, newest_ids: Sequence[int], num_token_ids: int, device: torch.device
+) -> ForwardBatch:
+    """The batch as tensors. newest_ids: the input of each request that decodes. Call it once memory is
+    allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
     extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
 
@@ -22,7 +25,7 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
-    input_ids += [req.output_ids[-1] for req in decoding]
+    input_ids += newest_ids
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]

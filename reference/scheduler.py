@@ -1,76 +1,190 @@
-"""Continuous batching as a plain loop: schedule, forward, process results."""
+"""The main loop. Each step chooses a batch, runs it and processes its results; requests join and leave
+between two steps (continuous batching).
+
+What is not the loop (how a request comes, ends and is counted) is in shared/scheduling/lifecycle.py.
+"""
 
 from __future__ import annotations
 
 from diptych.reference.decoding import PlainDecoding
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.interfaces import RadixKey, SchedulerParts
-from diptych.shared.sampling.logprobs import collect_input_logprobs
-from diptych.shared.scheduling.base_scheduler import BaseScheduler
+from diptych.shared.interfaces import (
+    AddReqResult,
+    PrefillAdder,
+    RadixKey,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+)
+from diptych.shared.interfaces import scheduler as interface
+from diptych.shared.scheduling.admission import NewTokenRatio, budget_of_step
+from diptych.shared.scheduling.lifecycle import Lifecycle
+from diptych.shared.scheduling.pages import mix, prepare_for_extend, retraction_order
 from diptych.shared.scheduling.stop_conditions import held_nan
 from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 
-class Scheduler(BaseScheduler):
-    decoding: PlainDecoding | SpeculativeDecoding
-
+class Scheduler(interface.Scheduler):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
-        super().__init__(config, model_config, parts)
-        self.decoding = (
+        self.config = config
+        self.parts = parts
+        self.decoding: PlainDecoding = (
             PlainDecoding(parts)
             if parts.drafter is None
-            else SpeculativeDecoding(config, self.context_len, parts)
+            else SpeculativeDecoding(config, config.context_len or model_config.context_len, parts)
         )
+        self.requests = Lifecycle(config, model_config, parts, self.decoding, waiting_queue=[])
+        self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
 
-    def _decode_blocks(self) -> None:
-        from diptych.reference.modes.block_diffusion import DiffusionDecoding
+    def add_request(self, req: Req) -> None:
+        self.requests.add(req)
 
-        self.decoding = DiffusionDecoding(self.parts)  # plain requests go on as before
+    def abort(self, rid: str) -> bool:
+        return self.requests.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        return self.requests.retract_by_id(rid)
+
+    def has_work(self) -> bool:
+        return self.requests.has_work()
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
-        self._finish_overdue()
-        batch = self._schedule()
+        requests, timeline = self.requests, self.parts.timeline
+        requests.finish_overdue()
+        try:
+            with timeline.span("schedule"):
+                batch = self.get_next_batch_to_run()
+        except BaseException as error:
+            requests.abandon(error)
+            raise
         if batch is not None:
-            self.num_steps += 1
+            requests.num_steps += 1
             try:
-                result = self.run_batch(batch)
-                with self.parts.timeline.span("process results"):
+                result = self.decoding.run(batch, requests.chunked_req)
+                with timeline.span("process results"):
                     self.process_batch_result(batch, result)
             except BaseException as error:
-                self._finish_with_error(batch.reqs, error)
-        return self._take_outputs()
+                requests.finish_with_error(batch.reqs, error)
+        return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]
 
-    def _get_batch_decode(self) -> ScheduleBatch | None:
-        if not self.running:
+    # ---- choose the batch ----
+
+    # --8<-- [start:get-next-batch]
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Prefill first: waiting costs latency, and a larger running batch is efficient."""
+        prefill = self.get_new_batch_prefill()
+        if prefill is None:
+            return self.get_batch_decode()
+        decodable = self.requests.running if self.config.enable_mixed_chunk else []
+        decode = self.decoding.prepare(decodable) if decodable else None
+        return prefill if decode is None else mix(prefill, decode)
+
+    # --8<-- [end:get-next-batch]
+
+    # --8<-- [start:prefill-batch]
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """The prompt that was computed in part, and the waiting requests that fit."""
+        parts, requests, running = self.parts, self.requests, self.requests.running
+        if requests.chunked_req is None and (requests.batch_is_full or not requests.waiting_queue):
             return None
-        batch = self.decoding.prepare(self.running)
+        num_reserved = sum(each.num_reserved(running) for each in requests.features)
+        budget = budget_of_step(self.config, self.new_token_ratio.current, len(running), num_reserved)
+        adder = parts.prefill_adder(budget, parts.tree_cache, parts.allocator, running)
+        if requests.chunked_req is not None:
+            requests.chunked_req = adder.add_chunked_req(requests.chunked_req)
+        if requests.chunked_req is None and not requests.batch_is_full:
+            self._admit_waiting(adder)
+        new = adder.can_run_list
+        if not new:
+            return None
+        requests.have_started(new)
+        if adder.new_chunked_req is not None:
+            requests.chunked_req = adder.new_chunked_req
+        batch = prepare_for_extend(new, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+        for each in requests.features:
+            each.have_joined(new, requests.running)
+        return batch
+
+    # --8<-- [end:prefill-batch]
+
+    # --8<-- [start:admit-waiting]
+    def _admit_waiting(self, adder: PrefillAdder) -> None:
+        requests, features = self.requests, self.requests.features
+        order, deprioritized = self.parts.policy.order(requests.waiting_queue, requests.running)
+        for req in order:
+            if req.rid in deprioritized and adder.can_run_list:
+                break  # one step later it finds its prefix in the cache
+            if not all(each.may_join(req, requests.running, adder.can_run_list) for each in features):
+                break
+            if len(requests.running) + len(adder.can_run_list) >= self.config.max_running_requests:
+                result = AddReqResult.NO_TOKEN
+            else:
+                for each in features:
+                    each.is_joining(req)
+                result = adder.add_one_req(req)
+            if result is AddReqResult.WAIT:
+                continue
+            if result is AddReqResult.NO_TOKEN and any(each.makes_room(req, adder) for each in features):
+                result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE:
+                # After an addition it is worth another try: the next step's budget reserves for what was
+                # added now only the expected output, not the longest.
+                requests.batch_is_full = result is AddReqResult.NO_TOKEN and not adder.can_run_list
+                break
+            requests.waiting_queue.remove(req)
+            if adder.new_chunked_req is not None:
+                break
+
+    # --8<-- [end:admit-waiting]
+
+    # --8<-- [start:decode-batch]
+    def get_batch_decode(self) -> ScheduleBatch | None:
+        """A decode step of all running requests, after retractions if memory is short."""
+        if not self.requests.running:
+            return None
+        batch = self.decoding.prepare(self.requests.running)
         if batch is None:
             return self._retract_to_decode()
         self.new_token_ratio.decay()
         return batch
 
-    def run_batch(self, batch: ScheduleBatch) -> BatchResult:
-        return self.decoding.run(batch, self.chunked_req)
+    def _retract_to_decode(self) -> ScheduleBatch:
+        """Retract requests until the others can decode. The last one stays: a chunked prompt is retracted
+        before it, and alone it fits, because submission checked that."""
+        requests = self.requests
+        candidates = retraction_order(requests.running)
+        while (batch := self.decoding.prepare(requests.running)) is None:
+            if len(candidates) > 1:
+                requests.retract(candidates.pop())
+            else:
+                assert requests.chunked_req is not None, (
+                    "one request alone does not fit: submission checks this"
+                )
+                requests.retract(requests.chunked_req)
+        self.new_token_ratio.raise_after_retraction(requests.running)
+        return batch
+
+    # --8<-- [end:decode-batch]
+
+    # ---- process its results ----
 
     # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        extending = batch.reqs[: batch.num_extend_reqs]
-        if any(req.next_input_logprob is not None for req in extending):
-            collect_input_logprobs(extending, result.forward_batch, result.logits_output.input_logprobs)
+        requests, tree_cache = self.requests, self.parts.tree_cache
         for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):
-            if req is self.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
-                self.parts.tree_cache.cache_unfinished_req(req)
+            if req is requests.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
+                tree_cache.cache_unfinished_req(req)
                 continue
-            self._append_tokens(req, token_ids, logprobs)
-            if not req.finished and i < len(extending):
-                self.parts.tree_cache.cache_unfinished_req(req)
-                self.running.append(req)
+            requests.append_tokens(req, token_ids, logprobs)
+            if not req.finished and i < batch.num_extend_reqs:
+                tree_cache.cache_unfinished_req(req)
+                requests.running.append(req)
         # --8<-- [end:process-batch-result]
-        for req, token_ids in zip(extending, result.token_ids):
+        for req, token_ids in zip(batch.reqs[: batch.num_extend_reqs], result.token_ids):
             has_no_token = req.finished and token_ids and token_ids[0] < 0
             if has_no_token and held_nan(req, self.parts.num_token_ids):
                 self._discard(req)
@@ -83,3 +197,14 @@ class Scheduler(BaseScheduler):
         key = RadixKey(key_ids, req.extra_key, self.parts.tree_cache.is_bigram)
         self.parts.tree_cache.discard(key, req.kv_matched_len)
         # --8<-- [end:discard-a-prompt]
+
+    # ---- inspection ----
+
+    def flush_cache(self) -> bool:
+        return self.requests.flush_cache()
+
+    def state(self) -> SchedulerState:
+        return self.requests.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.requests.stats(self.new_token_ratio.current)

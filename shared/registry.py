@@ -158,6 +158,7 @@ UNAVAILABLE: dict[str, str] = {
 
 PARTS: dict[str, str] = {
     "hybrid_attention": "diptych.optimized.attention.hybrid:hybrid_of",
+    "block_diffusion": "diptych.reference.modes.block_diffusion",
     "vision": "diptych.reference.modes.vision",
     "pipeline": "diptych.reference.parallel.pipeline",
     "disaggregation": "diptych.reference.parallel.disaggregation",

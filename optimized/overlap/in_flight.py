@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.overlap.cached_prompt import CachedPrompt
 from diptych.optimized.overlap.future_map import FutureMap, count_in_flight
 from diptych.optimized.overlap.streams import Pending, streams_for
-from diptych.optimized.schedule_batch import name_tokens
+from diptych.optimized.schedule_batch import make_forward_batch
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import (
     distribute_input_logprobs,
@@ -144,8 +144,12 @@ class Pipeline:
         places = self.places_of(batch.reqs)
         num_in_flight = [int(place is not None) for place in places]  # tokens that the CPU does not have yet
         with parts.timeline.span("prepare"):
-            names = [None if place is None else self.future_map.name_of(place) for place in places]
-            named = name_tokens(batch, names, num_token_ids, self.device)
+            first = batch.num_extend_reqs
+            newest_ids = [
+                req.output_ids[-1] if place is None else self.future_map.name_of(place)
+                for req, place in zip(batch.reqs[first:], places[first:])
+            ]
+            named = make_forward_batch(batch, newest_ids, num_token_ids, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if not parts.tree_cache.disable:
             extending = batch.reqs[: batch.num_extend_reqs]
@@ -160,7 +164,7 @@ class Pipeline:
             info = self.sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
-                resolved = launched.keep(self.future_map.resolve(named, has_ids=None in names))
+                resolved = launched.keep(self.future_map.resolve(named, has_ids=None in places))
                 count_in_flight(launched.keep(info), named, resolved)
                 with parts.timeline.forward(resolved):
                     outputs = parts.model_runner.forward_and_sample(

@@ -11,13 +11,13 @@ each round waits for the previous one. Loses where that is so, and a round's wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from diptych.optimized.decoding import PlainDecoding, Tokens
+from diptych.optimized.decoding import PlainDecoding
 from diptych.optimized.overlap.in_flight import BatchInFlight, Extension, InFlight
 from diptych.optimized.speculative.chain import ChainRound
 from diptych.optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
@@ -32,6 +32,7 @@ from diptych.shared.speculation.kept_tokens import kept_tokens
 from diptych.shared.speculation.node_sampling import make_early_bans
 from diptych.shared.to_device import to_device, vectors_to_device
 from diptych.shared.types import (
+    BatchResult,
     ForwardBatch,
     ForwardMode,
     LogitsOutput,
@@ -64,9 +65,9 @@ class SpeculativeDecoding(PlainDecoding):
     def num_ahead(self, running: Sequence[Req]) -> int:
         return int(self.round.runs_ahead and not any(req.needs_output for req in running))
 
-    def num_reserved(self, reqs: Sequence[Req]) -> int:
-        """Tokens that admission should leave free, so that running requests can continue to speculate."""
-        return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in reqs)
+    def num_reserved(self, running: Sequence[Req]) -> int:
+        # So that they can go on speculating.
+        return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in running)
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction. A plain
@@ -158,29 +159,30 @@ class SpeculativeDecoding(PlainDecoding):
         launched.results = self.pipeline.streams.launch(work)
         self.pipeline.batches.append(launched)
 
-    def finish(self, launched: InFlight, result: Any) -> Iterator[Tokens]:
+    def finish(self, launched: InFlight, outputs: Any) -> BatchResult:
         if isinstance(launched, RoundInFlight):
-            yield from self._finish_round(launched, result)
-        else:
-            yield from super().finish(launched, result)
+            return self._finish_round(launched, outputs)
+        return super().finish(launched, outputs)
 
-    def _finish_round(self, launched: RoundInFlight, outcome: Outcome) -> Iterator[Tokens]:
-        """Process the results of the requests that are still in the batch."""
+    def _finish_round(self, launched: RoundInFlight, outcome: Outcome) -> BatchResult:
+        """The results of the requests that are still in the batch; none of the others."""
         width = launched.max_kept
         numbers = outcome.numbers.tolist()
         if launched.kept is not None:
             self._extend_late(launched, [row[width] for row in numbers])
-        token_ids = [row[:width] for row in numbers]
-        logprobs = to_token_logprobs([token_id for ids in token_ids for token_id in ids], outcome.logprobs)
-        for req, row in list(launched.rows.items()):
+        all_ids = [token_id for row in numbers for token_id in row[:width]]
+        all_logprobs = to_token_logprobs(all_ids, outcome.logprobs)
+        result = BatchResult([[] for _ in numbers], [[] for _ in numbers])
+        for req, row in launched.rows.items():
             num_kept, depth = numbers[row][width:]
             self.acceptance.record(req, depth, num_kept)
             req.kv_committed_len += num_kept
-            start = row * width
-            yield req, token_ids[row][:num_kept], logprobs[start : start + num_kept]
+            result.token_ids[row] = numbers[row][:num_kept]
+            result.logprobs[row] = all_logprobs[row * width : row * width + num_kept]
+        return result
 
-    def drop(self, req: Req) -> None:
-        super().drop(req)
+    def has_left(self, req: Req) -> None:
+        super().has_left(req)
         self.drafter.forget(req)
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats:

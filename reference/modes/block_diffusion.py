@@ -14,6 +14,8 @@ import torch
 
 from diptych.reference.decoding import PlainDecoding
 from diptych.reference.schedule_batch import visible_in_blocks
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.interfaces import SchedulerFeature
 from diptych.shared.scheduling.pages import evict_for, rows_of
 from diptych.shared.types import (
     BatchResult,
@@ -26,15 +28,15 @@ from diptych.shared.types import (
 )
 
 
-class DiffusionDecoding(PlainDecoding):
+class DiffusionDecoding(PlainDecoding, SchedulerFeature):
     """Plain decoding; requests with `diffusion` complete one block in a step, greedily.
 
     Between steps such a request has P + O tokens and as many KV entries; a last block that is not whole is
     computed again by the next step. Pages are whole blocks, so the prefix cache never has such a block.
     """
 
-    def num_reserved(self, reqs: Sequence[Req]) -> int:
-        return sum(req.diffusion.block_len for req in reqs if req.diffusion is not None)
+    def num_reserved(self, running: Sequence[Req]) -> int:
+        return sum(req.diffusion.block_len for req in running if req.diffusion is not None)
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         """Slots to the end of each request's block, and one for each plain request."""
@@ -126,6 +128,13 @@ class DiffusionDecoding(PlainDecoding):
         )
         with parts.timeline.forward(batch):
             return parts.model_runner.forward(batch), batch
+
+
+def serve_blocks(scheduler: Scheduler) -> None:
+    """From now on the scheduler takes requests with `diffusion` too. Plain requests go on as before."""
+    if not isinstance(scheduler.decoding, DiffusionDecoding):
+        scheduler.decoding = DiffusionDecoding(scheduler.parts)
+        scheduler.requests.features.append(scheduler.decoding)
 
 
 # --8<-- [start:fill-in]

@@ -26,7 +26,6 @@ from diptych.shared.interfaces import (
     AttentionBackend,
     CausalLM,
     SchedulerParts,
-    SchedulerState,
     TokenToKVPool,
 )
 from diptych.shared.interfaces.attention import BatchAttention
@@ -140,7 +139,8 @@ class Launched(NamedTuple):
 
 
 class PipelineScheduler(Scheduler):
-    """Keeps as many batches in flight as there are stages. No request is in two of them."""
+    """Keeps as many batches in flight as there are stages. No request is in two of them. A request whose
+    prompt is in flight is `running` already."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts, stage: Stage
@@ -151,52 +151,54 @@ class PipelineScheduler(Scheduler):
 
     # --8<-- [start:pipeline-step]
     def step(self) -> list[StepOutput]:
-        self._finish_overdue()
-        batch = self._schedule()
+        requests = self.requests
+        requests.finish_overdue()
+        try:
+            with self.parts.timeline.span("schedule"):
+                batch = self.get_next_batch_to_run()
+        except BaseException as error:
+            requests.abandon(error)
+            raise
         if batch is not None:
-            self.num_steps += 1
+            requests.num_steps += 1
             self._launch(batch)
         if len(self.under_way) == self.stage.ranks.size or (self.under_way and batch is None):
             self._process(self.under_way.popleft())
-        return self._take_outputs()
+        return requests.take_outputs()
 
     # --8<-- [end:pipeline-step]
 
     def has_work(self) -> bool:
         return super().has_work() or bool(self.under_way)
 
-    def state(self) -> SchedulerState:
-        state = super().state()
-        listed = {id(req) for req in (*state.waiting_queue, *state.running, state.chunked_req)}
-        state.running += [req for req in self._busy() if id(req) not in listed]
-        return state
-
     def flush_cache(self) -> bool:
         return not self.under_way and super().flush_cache()
 
-    def _busy(self) -> list[Req]:
-        """The requests of batches in flight, without those that have left."""
-        return [req for launched in self.under_way for req in self._staying(launched) if req is not None]
-
     def _staying(self, launched: Launched) -> list[Req | None]:
         """The requests of a batch; None for one that has ended or was retracted since the launch."""
+        live = self.requests.live
         return [
-            req if self.live.get(req.rid) is req and req.num_retractions == epoch else None
+            req if live.get(req.rid) is req and req.num_retractions == epoch else None
             for req, epoch in zip(launched.batch.reqs, launched.epochs)
         ]
 
-    def _get_new_batch_prefill(self) -> ScheduleBatch | None:
-        if self.chunked_req is not None and any(req is self.chunked_req for req in self._busy()):
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        chunked_req = self.requests.chunked_req
+        if chunked_req is not None and any(chunked_req in self._staying(each) for each in self.under_way):
             return None  # the next chunk follows after this one is computed
-        self.num_in_flight = len({id(req) for req in self._busy()} - {id(req) for req in self.running})
-        return super()._get_new_batch_prefill()
+        return super().get_new_batch_prefill()
 
-    def _get_batch_decode(self) -> ScheduleBatch | None:
-        busy = {id(req) for req in self._busy()}
-        ready = [req for req in self.running if id(req) not in busy]
+    def get_batch_decode(self) -> ScheduleBatch | None:
+        busy, prompts = set[Req | None](), set[Req | None]()
+        for launched in self.under_way:
+            staying = self._staying(launched)
+            busy.update(staying)
+            prompts.update(staying[: launched.batch.num_extend_reqs])
+        running = [req for req in self.requests.running if req not in prompts]
+        ready = [req for req in running if req not in busy]
         if not ready:
             return None
-        share = -(-len(self.running) // self.stage.ranks.size)  # one of as many micro-batches as stages
+        share = -(-len(running) // self.stage.ranks.size)  # one of as many micro-batches as stages
         batch = self.decoding.prepare(ready[:share])
         if batch is None and not self.under_way:
             return self._retract_to_decode()  # otherwise batches that end may free memory
@@ -206,11 +208,14 @@ class PipelineScheduler(Scheduler):
 
     def _launch(self, batch: ScheduleBatch) -> None:
         parts, device = self.parts, self.parts.allocator.device
-        forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
+        extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
+        newest_ids = [req.output_ids[-1] for req in decoding]
+        forward_batch = make_forward_batch(batch, newest_ids, parts.num_token_ids, device)
         info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
-        counts = [len(input_logprob_positions(req)) for req in batch.reqs[: batch.num_extend_reqs]]
+        counts = [len(input_logprob_positions(req)) for req in extending]
         epochs = [req.num_retractions for req in batch.reqs]
         self.under_way.append(Launched(batch, forward_batch, epochs, counts))
+        self.requests.running += [req for req in extending if req is not self.requests.chunked_req]
         self.stage.launch(forward_batch, info, parts)
 
     def _process(self, launched: Launched) -> None:
@@ -222,14 +227,13 @@ class PipelineScheduler(Scheduler):
         for i, req in enumerate(reqs):
             if req is None:
                 continue
-            if req is self.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
+            if req is self.requests.chunked_req:  # its prompt is not complete, so its token has no meaning
                 self.parts.tree_cache.cache_unfinished_req(req)
                 continue
-            self._append_tokens(req, [token_ids[i]], logprobs[i : i + 1])
+            self.requests.append_tokens(req, [token_ids[i]], logprobs[i : i + 1])
             is_prefilled = i < launched.batch.num_extend_reqs
             if not req.finished and is_prefilled:
                 self.parts.tree_cache.cache_unfinished_req(req)
-                self.running.append(req)
             has_no_token = req.finished and is_prefilled and token_ids[i] < 0
             if has_no_token and held_nan(req, self.parts.num_token_ids):
                 self._discard(req)

@@ -10,14 +10,14 @@ from diptych.reference.decoding import PlainDecoding
 from diptych.reference.speculative.chain import ChainRound
 from diptych.reference.speculative.tree import TreeRound
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.interfaces import SchedulerFeature, SchedulerParts
 from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from diptych.shared.speculation.adaptive_shape import Acceptance
 from diptych.shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatch, SpeculationStats
 
 
-class SpeculativeDecoding(PlainDecoding):
+class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
     """Between steps a request owns no slot beyond its committed ones (to the end of a page). During a round
     it owns `num_slots` more, first for the drafter, then for the KV of the nodes. Slots of rejected nodes are
     freed before the round ends."""
@@ -31,9 +31,8 @@ class SpeculativeDecoding(PlainDecoding):
         is_chain = self.acceptance.largest.top_k == 1
         self.round = (ChainRound if is_chain else TreeRound)(context_len, parts)
 
-    def num_reserved(self, reqs: Sequence[Req]) -> int:
-        """Tokens that admission should leave free, so that running requests can continue to speculate."""
-        return self.num_slots * len(reqs)
+    def num_reserved(self, running: Sequence[Req]) -> int:
+        return self.num_slots * len(running)  # so that they can go on speculating
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction."""
@@ -96,9 +95,10 @@ class SpeculativeDecoding(PlainDecoding):
         if chunked_req in reqs:  # the sampled token has no meaning
             next_token_ids[reqs.index(chunked_req)] = chunked_req.all_ids[len(chunked_req.fill_ids)]
         ids = torch.tensor(next_token_ids, device=self.parts.allocator.device)
+        assert result.forward_batch is not None and result.logits_output is not None
         self.drafter.extend(reqs, result.forward_batch, result.logits_output.hidden_states, ids)
 
-    def drop(self, req: Req) -> None:
+    def has_left(self, req: Req) -> None:
         self.drafter.forget(req)
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats:

@@ -46,7 +46,13 @@ from diptych.shared.interfaces.quantization import Quantization, QuantizedLinear
 from diptych.shared.interfaces.quantized_experts import QuantizedExperts
 from diptych.shared.interfaces.sampler import Sampler
 from diptych.shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
-from diptych.shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
+from diptych.shared.interfaces.scheduler import (
+    SchedulerFeature,
+    Scheduler,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+)
 from diptych.shared.interfaces.transport import TransferStatus, Transport
 
 __all__ = [
@@ -68,6 +74,7 @@ __all__ = [
     "ExpertBalancer",
     "ExpertDispatch",
     "ExpertMap",
+    "SchedulerFeature",
     "FusedExperts",
     "GeluTanhAndMul",
     "GemmaRMSNorm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces.draft_tree import DraftTreeOps
 from diptych.shared.interfaces.drafter import Drafter
-from diptych.shared.interfaces.lora import LoraPool
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.interfaces.prefill_adder import PrefillAdder
@@ -21,6 +20,38 @@ from diptych.shared.interfaces.sampler import Sampler
 from diptych.shared.interfaces.schedule_policy import SchedulePolicy
 from diptych.shared.timeline import Timeline
 from diptych.shared.types import Req, SpeculationStats, StepOutput
+
+
+class SchedulerFeature:
+    """A feature of the engine that takes part in the scheduler's loop, at the moments that it overrides. Only
+    an engine that has the feature has the object (LoRA adapters, a tier below the prefix cache, preemption
+    by priority, drafts), and the scheduler does not know which features there are."""
+
+    def num_reserved(self, running: Sequence[Req]) -> int:
+        """Tokens that admission leaves free, so that the running requests can go on decoding as they do."""
+        return 0
+
+    def may_join(self, req: Req, running: Sequence[Req], new: Sequence[Req]) -> bool:
+        """Whether a waiting request may run beside the running ones and those that join with it. False ends
+        the admission of this step, because other requests must not overtake this one for ever."""
+        return True
+
+    def is_joining(self, req: Req) -> None:
+        """The request is the next one to be admitted, if it fits."""
+
+    def makes_room(self, req: Req, adder: PrefillAdder) -> bool:
+        """The request does not fit. True: there is more room now, and it is tried again."""
+        return False
+
+    def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
+        """The new requests are in the next batch, and own rows and slots."""
+
+    def has_left(self, req: Req) -> None:
+        """The request ends or is retracted. It still owns its memory."""
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the state of the feature contradicts itself. Called after a step if
+        invariants are checked."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +72,8 @@ class SchedulerParts:
     draft_tree: DraftTreeOps | None = None
     kv_pool: TokenToKVPool | None = None  # of the target
     reward_head: torch.Tensor | None = None  # [num_labels, hidden_size] float32 on the CPU, of a reward model
-    lora: LoraPool | None = None  # None: the engine takes no adapters
     timeline: Timeline = field(default_factory=Timeline)  # off unless a trace is recorded
+    features: tuple[SchedulerFeature, ...] = ()  # the scheduler calls each at its moments
 
 
 class SchedulerStats(NamedTuple):

@@ -1,12 +1,12 @@
-"""What a request must satisfy to enter the engine, whom a full queue turns away, and who waited or ran too
-long."""
+"""What a request must satisfy to enter the engine, which request a full queue turns away or a more important
+one displaces, and which waited or ran too long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import PrefillBudget, RadixKey
+from diptych.shared.interfaces import SchedulerFeature, PrefillAdder, PrefillBudget, RadixKey
 from diptych.shared.scheduling.pages import round_down_to_page
 from diptych.shared.types import FinishAbort, Req
 
@@ -72,6 +72,20 @@ def turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> Req:
     if not config.enable_priority_scheduling:
         return waiting_queue[-1]
     return min(reversed(waiting_queue), key=lambda req: req.priority)
+
+
+class Preemption(SchedulerFeature):
+    """A request that finds no room displaces running requests of lower priority, by at least `threshold`."""
+
+    def __init__(self, threshold: int, retract: Callable[[Req], None]) -> None:
+        self.threshold = threshold
+        self.retract = retract
+
+    def makes_room(self, req: Req, adder: PrefillAdder) -> bool:
+        victims = adder.preempt_to_schedule(req, self.threshold)
+        for victim in victims:
+            self.retract(victim)
+        return bool(victims)
 
 
 def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:

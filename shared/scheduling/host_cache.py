@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from diptych.shared.interfaces import HostPool, PrefixCache, RadixKey, TokenToKVPoolAllocator
+from diptych.shared.interfaces import HostPool, PrefixCache, RadixKey, SchedulerFeature, TokenToKVPoolAllocator
 from diptych.shared.scheduling.pages import evict_for
 from diptych.shared.types import Req
 
@@ -145,6 +145,21 @@ class HostCache:
         """Every page has one owner."""
         owned = sorted([*self.free, *self.pages.values()])
         assert owned == list(range(self.pool.num_pages)), f"owners of host pages: {owned}"
+
+
+class HostLoader(SchedulerFeature):
+    """Loads the prefix of each request that joins, as far as the host cache has it and the tree does not."""
+
+    def __init__(self, host: HostCache, tree: PrefixCache, allocator: TokenToKVPoolAllocator) -> None:
+        self.host = host
+        self.tree = tree
+        self.allocator = allocator
+
+    def is_joining(self, req: Req) -> None:
+        self.host.load(req, self.tree, self.allocator)
+
+    def check(self) -> None:
+        self.host.check()
 
 
 def tiered(cache_class: type[PrefixCache], tier: HostCache) -> type[PrefixCache]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diptych.shared.interfaces import SchedulerFeature
 from diptych.shared.interfaces.lora import NO_ADAPTER, LoraPool
 from diptych.shared.types import Req
 from diptych.shared.types.lora import LoraAdapter
 
 
-class LoraSlots:
+class LoraSlots(SchedulerFeature):
     """A batch has at most as many adapters as the pool has slots. An adapter stays in its slot until another
     one needs it and no running request uses it."""
 
@@ -20,15 +21,14 @@ class LoraSlots:
         self._time = 0
 
     # --8<-- [start:lora-admission]
-    def admits(self, req: Req, running: Sequence[Req]) -> bool:
-        """Whether the request's adapter has a place beside those of the running ones."""
-        adapters = {other.lora for other in running if other.lora is not None}
+    def may_join(self, req: Req, running: Sequence[Req], new: Sequence[Req]) -> bool:
+        """Whether the request's adapter has a slot beside those of the others."""
+        adapters = {other.lora for other in (*running, *new) if other.lora is not None}
         return req.lora is None or req.lora in adapters or len(adapters) < self.pool.num_slots
 
-    def place(self, new: Sequence[Req], running: Sequence[Req]) -> None:
-        """Give the adapters of new requests, which have their rows, a slot each. `running`:
-        all that may be in a batch with them, themselves included."""
-        used = {req.lora for req in running if req.lora is not None}
+    def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
+        """Give the adapters of new requests a slot each."""
+        used = {req.lora for req in (*running, *new) if req.lora is not None}
         for req in new:
             if req.lora is not None:
                 self._time += 1

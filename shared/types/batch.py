@@ -124,12 +124,12 @@ class ForwardBatch:
 class BatchResult(NamedTuple):
     """Results of a batch on the CPU, an entry for each request."""
 
-    token_ids: list[
-        list[int]
-    ]  # sampled tokens; behind a chunk that is not the prompt's last they mean nothing
+    # Sampled tokens. Behind a chunk that is not the prompt's last they have no meaning, or there are none.
+    token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob]]  # of these tokens; empty lists if no request asks for them
-    forward_batch: ForwardBatch
-    logits_output: LogitsOutput
+    # The step of the model, for a drafter that continues from it in the same step.
+    forward_batch: ForwardBatch | None = None
+    logits_output: LogitsOutput | None = None
 
 
 @dataclass(frozen=True)

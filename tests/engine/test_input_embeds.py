@@ -152,7 +152,7 @@ def test_the_prompt_has_no_text(folder: Path, prompts: list[torch.Tensor]) -> No
     """Placeholders are no tokens to a repetition penalty. Samples, streams and embeddings take rows too."""
     llm = engine(folder)
     collector = llm.submit(input_embeds.EmbedsPrompt(prompts[0]), GREEDY)[0]
-    req = llm.scheduler.live[collector.rid]
+    req = llm.scheduler.requests.live[collector.rid]
     assert req.prompt_text_ids == []
     assert len(req.origin_input_ids) == collector.num_prompt_tokens == 23
     while llm.step():

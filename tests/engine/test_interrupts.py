@@ -136,7 +136,7 @@ def test_interrupts_at_random_moments_lose_no_memory(use: dict[str, str]) -> Non
         while llm.step():
             pass
         parts = llm.assembly.parts
-        assert not llm.scheduler.live
+        assert not llm.scheduler.requests.live
         check_invariants(llm.scheduler.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)
     assert num_raised > NUM_INTERRUPTS // 2
     assert [output.text for output in llm.generate(PROMPTS, **sampling)] == expected

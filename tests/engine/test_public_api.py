@@ -220,14 +220,14 @@ def test_a_stream_forgotten_during_a_step_is_aborted_behind_it(
     holder = [stream]
     del stream
     add_output = llm_module.OutputCollector.add
-    run_batch = type(llm.scheduler).run_batch
+    run = llm.scheduler.decoding.run
 
-    def dropping(self, batch):
+    def dropping(*args):
         holder.clear()
         gc.collect()
-        return run_batch(self, batch)
+        return run(*args)
 
-    monkeypatch.setattr(type(llm.scheduler), "run_batch", dropping)
+    monkeypatch.setattr(llm.scheduler.decoding, "run", dropping)
     output = llm.generate("kept", progress=False, **params)
     assert output.num_output_tokens == 30
     assert llm_module.OutputCollector.add is add_output

@@ -225,7 +225,7 @@ def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message
 
 def _all_stay(self: PipelineScheduler, launched: Any) -> list[Req | None]:
     """Retractions are not noticed."""
-    return [req if self.live.get(req.rid) is req else None for req in launched.batch.reqs]
+    return [req if self.requests.live.get(req.rid) is req else None for req in launched.batch.reqs]
 
 
 def _from_one_buffer(self: Stage, x: torch.Tensor, to: int) -> Any:

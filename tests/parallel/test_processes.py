@@ -170,7 +170,7 @@ from diptych.reference.scheduler import Scheduler
 
 class Hangs(Scheduler):
     def step(self):
-        while multiprocessing.current_process().name == "rank 1" and self.num_steps == 3:
+        while multiprocessing.current_process().name == "rank 1" and self.requests.num_steps == 3:
             time.sleep(0.1)
         return super().step()
 """

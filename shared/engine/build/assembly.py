@@ -26,6 +26,7 @@ from diptych.shared.interfaces import (
     Detokenizer,
     RunnerFeatures,
     Scheduler,
+    SchedulerFeature,
     SchedulerParts,
     TokenToKVPool,
 )
@@ -36,6 +37,8 @@ from diptych.shared.modeling.kv_pool import attention_component
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.first_use import warm_up
+from diptych.shared.scheduling.host_cache import HostLoader
+from diptych.shared.scheduling.lora_slots import LoraSlots
 from diptych.shared.text.tokenizer import Tokenizer
 
 
@@ -148,6 +151,11 @@ def make_parts(
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
+    scheduler_features: list[SchedulerFeature] = []
+    if lora is not None:
+        scheduler_features.append(LoraSlots(lora))
+    if pools.host is not None:
+        scheduler_features.append(HostLoader(pools.host, pools.tree_cache, pools.allocator))
     runner_features = RunnerFeatures(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,
         lora=lora,
@@ -169,7 +177,7 @@ def make_parts(
         draft_tree=component("draft_tree")() if drafter is not None else None,
         kv_pool=kv_pool,
         reward_head=extras.reward_head,
-        lora=lora,
+        features=tuple(scheduler_features),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from diptych.shared import registry
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.requests.diffusion import check_diffusion
 from diptych.shared.engine.requests.embedding import check_pooling
@@ -44,6 +45,7 @@ class Submission:
         if diffusion is not None:
             others, num_token_ids = (self.embeds, logit_processor), assembly.parts.num_token_ids
             check_diffusion(diffusion, params, self.prompt_ids, others, assembly.config, num_token_ids)
+            registry.load_part("block_diffusion").serve_blocks(assembly.scheduler)
         self.compiled = assembly.grammars.submit(params) if params.given_grammars else None
         if self.compiled is not None:
             self.compiled.result()  # before the engine is locked, so that other threads continue

@@ -136,7 +136,8 @@ def assign_adapters(assembly: Assembly, rows: list[int]) -> None:
     reqs = [Req(f"step-{i}", [0], SamplingParams(), i, req_pool_idx=row) for i, row in enumerate(rows)]
     for req, adapter in zip(reqs, cycle(adapters)):
         req.lora = adapter
-    assembly.scheduler.lora.place(reqs, reqs)  # type: ignore[attr-defined]
+    for feature in assembly.parts.features:
+        feature.have_joined(reqs, [])
 
 
 def make_forward_batch(assembly: Assembly, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:

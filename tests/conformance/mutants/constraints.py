@@ -6,8 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from diptych.reference.scheduler import Scheduler
-from diptych.shared.scheduling.stop_conditions import append_tokens
-from diptych.shared.types import Req
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.optimized_scheduler import bug
 
@@ -66,20 +64,6 @@ class ProcessorsOneTokenLate(WithInfo):
     def wrong(self, info):
         late = [replace(g, output_ids=[ids[:-1] for ids in g.output_ids]) for g in info.processors]
         return replace(info, processors=tuple(late))
-
-
-@constrained
-class EndsAfterTheCommit(Scheduler):
-    """KV behind the end of a text stays committed."""
-
-    def _append_tokens(self, req: Req, token_ids, logprobs):
-        parts = self.parts
-        num_new = append_tokens(req, token_ids, logprobs, parts.decode_text, parts.num_token_ids)
-        self.counts.add_output(req, num_new)
-        if req.finished_reason is not None:
-            self._finish(req, req.finished_reason, num_new)
-        else:
-            self.outputs.append(req.step_output(num_new))
 
 
 # fmt: off

@@ -50,33 +50,34 @@ bug("SamplesAsBefore", "Counts and bans stay as they were while the requests are
 bug("GrammarMissesTheTokenInFlight", "The mask of a batch is made before the token before it is known.",
     ("overlap.in_flight", "req.needs_output and n for", "False for"))
 bug("DecodesFromTheTokenBefore", "The input of a decode step is the newest token on the CPU.",
-    ("schedule_batch", "if name is None else name", "if True else name"))
+    ("overlap.in_flight", "req.output_ids[-1] if place is None else", "req.output_ids[-1] if True else"))
 bug("ChunksGiveTokens", "The token sampled in the middle of a prompt counts as being in flight.",
     ("overlap.in_flight", "return None if req is self.chunked_req else super()", "return super()"))
 bug("AsksWhoIsChunkedNow",
     "Whether a prompt was complete is decided when results come: the next chunk may be launched by then.",
-    ("decoding", "if req is not launched.chunked_req:",
-     "if not self.pipeline.batches or req is not self.pipeline.batches[-1].chunked_req:"))
+    ("decoding", "        chunked_req = launched.chunked_req\n",
+     "        newest = self.pipeline.batches[-1] if self.pipeline.batches else launched\n        "
+     "chunked_req = newest.chunked_req\n"))
 bug("ChunksAreCachedWhenResultsCome", "A chunk begins where the one before it began.",
     ("scheduler",
      "            self.parts.tree_cache.cache_unfinished_req(req)\n            if req is not "
-     "self.chunked_req:\n",
-     "            if req is not self.chunked_req:\n                "
+     "requests.chunked_req:\n",
+     "            if req is not requests.chunked_req:\n                "
      "self.parts.tree_cache.cache_unfinished_req(req)\n"))
 bug("SharesTheListOfRequests",
     "A batch's rows are read from the list of running requests when its results arrive.",
     ("scheduler",
-     "in self.decoding.finish(batch, result):\n",
-     "in zip(\n            [req for req in self.running if req in batch.rows],\n            "
-     "*zip(*[tokens[1:] for tokens in self.decoding.finish(batch, result)]),\n        ):\n"))
+     "in zip(batch.batch.reqs, result",
+     "in zip([req for req in requests.running if req in batch.rows], result"))
 bug("ProcessesTheNewestFirst", "Results are taken in the wrong order.",
-    ("scheduler", "oldest = self.pipeline.batches[0]", "oldest = self.pipeline.batches[-1]"))
+    ("scheduler", "oldest = batches[0]", "oldest = batches[-1]"))
 bug("AbortWaitsForTheToken",
     "An abort is a wish that is looked at when the token in flight has come: two steps late.",
-    ("shared.scheduling.base_scheduler",
-     '        self._finish(req, FinishAbort("aborted"))\n        return True\n',
-     '        if self.pipeline.place_of(req):\n            req.to_finish = FinishAbort("aborted")\n       '
-     ' else:\n            self._finish(req, FinishAbort("aborted"))\n        return True\n'))
+    ("scheduler",
+     "        return self.requests.abort(rid)\n",
+     "        from diptych.shared.types import FinishAbort\n\n        req = self.requests.live.get(rid)\n"
+     "        if req is None or not self.pipeline.place_of(req):\n            return "
+     'self.requests.abort(rid)\n        req.to_finish = FinishAbort("aborted")\n        return True\n'))
 
 # What is left behind
 bug("CachesWhatTheModelDidNotCompute",
@@ -85,9 +86,9 @@ bug("CachesWhatTheModelDidNotCompute",
 bug("NaNPromptsStayCached", "A prompt whose logits are NaN goes on being found.",
     ("scheduler", "if token_ids[0] < 0 and req", "if False and req"))
 bug("WhoFoundItGoesOn", "Requests that found a prompt before it came out as NaN go on with it.",
-    ("scheduler", "if (req in new or req not in self.running) and", "if False and"))
+    ("scheduler", "if (req in new or req not in requests.running) and", "if False and"))
 bug("WhoCameWithItGoesOn", "So do those whose slots were exchanged for its own in the same batch.",
-    ("scheduler", "batches = (launched, *self.pipeline.batches)", "batches = self.pipeline.batches"))
+    ("scheduler", "= self.requests, (launched, *self.pipeline.batches)", "= self.requests, self.pipeline.batches"))
 bug("EverybodyBeginsAnew", "Every new request starts again, whether it can have found the prompt or not.",
     ("scheduler", "and prompt.may_be_held_by(req)", ""))
 bug("ForgetsWhatWasFound", "Not only the computed part of a prompt is discarded, but the matched part too.",
@@ -113,4 +114,4 @@ bug("CountsLogprobsWhenResultsCome",
     ("overlap.in_flight", "counts = [len(wanted) for wanted in ids.values()]",
      "counts = [len(input_logprob_positions(req)) for req in ids]"))
 bug("RetractsBeforeItLooks", "Retraction is decided while the batch in flight may be about to end a request.",
-    ("scheduler", "        elif not self.pipeline:  #", "        else:  #"))
+    ("scheduler", "        if batch is None and not self.pipeline:\n", "        if batch is None:\n"))

@@ -60,7 +60,7 @@ bug("LooksAtTheTreeTooLate", "The depth of a tree is read when the drafter has i
 bug("CommitsOneToken", "The CPU counts one token of a round.",
     ("speculative.speculative_decoding", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1"))
 bug("KeepsWhatIsBehindTheEnd", "KV of tokens behind a stop token is cached under no tokens.",
-    ("shared.scheduling.base_scheduler", "req.kv_committed_len -= len(token_ids) - num_new",
+    ("shared.scheduling.lifecycle", "req.kv_committed_len -= len(token_ids) - num_new",
      "req.kv_committed_len -= 0"))
 bug("ForgetsItsSurplus", "After each round the slots behind the KV have no owner.",
     ("speculative.speculative_decoding",

@@ -10,52 +10,62 @@ from diptych.reference.prefill_adder import PrefillAdder
 from diptych.reference.schedule_policy import SchedulePolicy
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.interfaces import AddReqResult, PolicyResult, RadixKey
-from diptych.shared.types import FinishReason, ForwardBatch, Req, ScheduleBatch
-from tests.conformance.mutants.mutant import bugs_in, mutant_of
+from diptych.shared.scheduling.lifecycle import Lifecycle
+from diptych.shared.types import BatchResult, FinishReason, ForwardBatch, Req, ScheduleBatch
+from tests.conformance.mutants.mutant import Mutant, bugs_in, mutant_of, plant
 
 
-@mutant_of("scheduler")
-class KeepsTheRetractedToken(Scheduler):
+def lifecycle_of_scheduler(impl: type[Lifecycle]) -> Mutant:
+    """The scheduler with this lifecycle of its requests."""
+
+    class Living(Scheduler):
+        def __init__(self, config, model_config, parts) -> None:
+            super().__init__(config, model_config, parts)
+            self.requests.__class__ = impl
+
+    return plant("scheduler", Living, impl)
+
+
+@lifecycle_of_scheduler
+class KeepsTheRetractedToken(Lifecycle):
     """Retraction drops the newest output token, though it was sent already."""
 
-    def _retract(self, req: Req) -> None:
-        super()._retract(req)
+    def retract(self, req: Req) -> None:
+        super().retract(req)
         if len(req.output_ids) > 1:
             req.output_ids.pop()
 
 
-@mutant_of("scheduler")
-class InterruptsLeaveTheBatch(Scheduler):
+@lifecycle_of_scheduler
+class InterruptsLeaveTheBatch(Lifecycle):
     """After Ctrl-C while results are processed, requests of the batch are in no list."""
 
-    def _finish_with_error(self, reqs: Sequence[Req], error: BaseException) -> None:
+    def finish_with_error(self, reqs: Sequence[Req], error: BaseException) -> None:
         if not isinstance(error, Exception):
             raise error
-        super()._finish_with_error(reqs, error)
+        super().finish_with_error(reqs, error)
 
 
 @mutant_of("scheduler")
 class PositionsOffByOne(Scheduler):
     """Decoded tokens get the position after their own."""
 
-    def run_batch(self, batch: ScheduleBatch):
-        runner = self.parts.model_runner
-
+    def __init__(self, config, model_config, parts) -> None:
         def shifted(forward_batch: ForwardBatch, *args):
             if forward_batch.forward_mode.is_decode:
                 forward_batch = replace(forward_batch, positions=forward_batch.positions + 1)
-            return runner.forward_and_sample(forward_batch, *args)
+            return parts.model_runner.forward_and_sample(forward_batch, *args)
 
-        self.decoding.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=shifted))
-        return super().run_batch(batch)
+        super().__init__(config, model_config, parts)
+        self.decoding.parts = replace(parts, model_runner=SimpleNamespace(forward_and_sample=shifted))
 
 
-@mutant_of("scheduler")
-class LosesARetractedRequest(Scheduler):
+@lifecycle_of_scheduler
+class LosesARetractedRequest(Lifecycle):
     """A retracted request is not put back into the queue."""
 
-    def _retract(self, req: Req) -> None:
-        super()._retract(req)
+    def retract(self, req: Req) -> None:
+        super().retract(req)
         self.waiting_queue.remove(req)
 
 
@@ -63,20 +73,18 @@ class LosesARetractedRequest(Scheduler):
 class KeepsTheTokenOfAChunk(Scheduler):
     """The token sampled after an incomplete prompt is taken for output."""
 
-    def run_batch(self, batch: ScheduleBatch):
-        result = super().run_batch(batch)
-        if self.chunked_req in batch.reqs:
-            self.chunked_req = None
-        return result
+    def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        if self.requests.chunked_req in batch.reqs:
+            self.requests.chunked_req = None
+        super().process_batch_result(batch, result)
 
 
-@mutant_of("scheduler")
-class AbortMatchesByPrefix(Scheduler):
+@lifecycle_of_scheduler
+class AbortMatchesByPrefix(Lifecycle):
     """abort("req-1") ends req-10 as well."""
 
     def abort(self, rid: str) -> bool:
-        rids = [r for r in self.live if r.startswith(rid)]
-        ended = [super(AbortMatchesByPrefix, self).abort(r) for r in rids]
+        ended = [Lifecycle.abort(self, r) for r in list(self.live) if r.startswith(rid)]
         return any(ended)
 
 
@@ -85,19 +93,19 @@ class AbortLeaksMemory(Scheduler):
     """A running request that is aborted leaves without giving its slots back."""
 
     def abort(self, rid: str) -> bool:
-        req = self.live.get(rid)
-        if req is not None and req in self.running:
-            self.running.remove(req)
+        req = self.requests.live.get(rid)
+        if req is not None and req in self.requests.running:
+            self.requests.running.remove(req)
             req.req_pool_idx = None
         return super().abort(rid)
 
 
-@mutant_of("scheduler")
-class EndsTwice(Scheduler):
+@lifecycle_of_scheduler
+class EndsTwice(Lifecycle):
     """A finished request reports its end once more."""
 
-    def _finish(self, req: Req, reason: FinishReason) -> None:
-        super()._finish(req, reason)
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        super().finish(req, reason)
         self.outputs.append(req.step_output())
 
 
@@ -107,7 +115,7 @@ class NanEndsTheBatch(Scheduler):
 
     def process_batch_result(self, batch, result) -> None:
         if any(ids[0] < 0 for ids in result.token_ids):
-            self._finish_with_error(batch.reqs, RuntimeError("NaN"))
+            self.requests.finish_with_error(batch.reqs, RuntimeError("NaN"))
         else:
             super().process_batch_result(batch, result)
 
@@ -121,13 +129,13 @@ class NaNChunksStayCached(Scheduler):
         parts.tree_cache.discard = lambda key, start: None
 
 
-@mutant_of("scheduler")
-class FullForever(Scheduler):
+@lifecycle_of_scheduler
+class FullForever(Lifecycle):
     """batch_is_full is never reset: no request is admitted after the first shortage."""
 
-    def _finish(self, req: Req, reason: FinishReason) -> None:
+    def finish(self, req: Req, reason: FinishReason) -> None:
         was_full = self.batch_is_full
-        super()._finish(req, reason)
+        super().finish(req, reason)
         self.batch_is_full = was_full
 
 
@@ -274,7 +282,7 @@ class LetsEverybodyWait(PrefillAdder):
 class StopsAtWhoWaits(Scheduler):
     """A request that waits for a prefix keeps all requests behind it from being tried."""
 
-    def _add_waiting(self, adder: PrefillAdder) -> None:
+    def _admit_waiting(self, adder: PrefillAdder) -> None:
         add_one_req = adder.add_one_req
 
         def stopping(req: Req) -> AddReqResult:
@@ -282,7 +290,7 @@ class StopsAtWhoWaits(Scheduler):
             return AddReqResult.OTHER if result is AddReqResult.WAIT else result
 
         adder.add_one_req = stopping
-        super()._add_waiting(adder)
+        super()._admit_waiting(adder)
 
 
 @mutant_of("schedule_policy")

@@ -12,8 +12,10 @@ import diptych.shared.scheduling.stop_conditions
 from diptych.reference.scheduler import Scheduler
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.reference.speculative.tree import TreeRound
-from diptych.shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
+from diptych.shared.scheduling.lifecycle import Lifecycle
+from diptych.shared.types import BatchResult, FinishReason, Req, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
+from tests.conformance.mutants.scheduling import lifecycle_of_scheduler
 
 
 def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
@@ -25,9 +27,11 @@ def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
             if parts.drafter is None:
                 return
             if issubclass(impl, SpeculativeDecoding):
-                self.decoding = impl(config, self.context_len, parts)
+                self.requests.features.remove(self.decoding)
+                self.decoding = impl(config, self.requests.context_len, parts)
+                self.requests.features.append(self.decoding)
             else:
-                self.decoding.round = impl(self.context_len, parts)
+                self.decoding.round = impl(self.requests.context_len, parts)
 
     return plant("scheduler", Speculating, impl)
 
@@ -193,11 +197,11 @@ class NoRowIsLongEnough(SpeculativeDecoding):
 of_scheduler = mutant_of("scheduler")
 
 
-@of_scheduler
-class KeepsTokensBehindTheEnd(Scheduler):
+@lifecycle_of_scheduler
+class KeepsTokensBehindTheEnd(Lifecycle):
     """What was accepted behind a stop token is output too."""
 
-    def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
+    def append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
         check = diptych.shared.scheduling.stop_conditions.check_finished
 
         def keeps_all(req, *args):
@@ -207,39 +211,30 @@ class KeepsTokensBehindTheEnd(Scheduler):
 
         diptych.shared.scheduling.stop_conditions.check_finished = keeps_all
         try:
-            super()._append_tokens(req, token_ids, logprobs)
+            super().append_tokens(req, token_ids, logprobs)
         finally:
             diptych.shared.scheduling.stop_conditions.check_finished = check
 
 
-@of_scheduler
-class KeepsLogprobsBehindTheEnd(Scheduler):
-    """Log-probabilities of dropped tokens stay."""
+@lifecycle_of_scheduler
+class KeepsLogprobsBehindTheEnd(Lifecycle):
+    """A log-probability of a dropped token stays."""
 
-    def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        finish = self._finish
-
-        def finish_with_all(req, reason, num_new_tokens=0):
-            if req.sampling_params.return_logprob:
-                req.output_logprobs += logprobs[num_new_tokens:]
-            finish(req, reason, num_new_tokens)
-
-        self._finish = finish_with_all
-        try:
-            super()._append_tokens(req, token_ids, logprobs)
-        finally:
-            self._finish = finish
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        req.output_logprobs += req.output_logprobs[-1:]
+        super().finish(req, reason)
 
 
 @of_scheduler
 class RetractsForDrafts(Scheduler):
     """Without room for drafts a request is retracted."""
 
-    def _get_batch_decode(self):
+    def get_batch_decode(self):
+        running = self.requests.running
         if self.parts.drafter is not None:
-            while len(self.running) > 1 and not self.decoding.can_speculate(self.running):
-                self._retract(self.running[-1])
-        return super()._get_batch_decode()
+            while len(running) > 1 and not self.decoding.can_speculate(running):
+                self.requests.retract(running[-1])
+        return super().get_batch_decode()
 
 
 @of_scheduler
