@@ -43,7 +43,8 @@ class PlainDecoding(SchedulerFeature):
 
     # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
-        """Launch a batch. chunked_req: the request whose prompt continues in the next step."""
+        """Launch a batch. chunked_req: the request whose prompt continues in the next
+        step."""
         self.pipeline.launch(batch, chunked_req)
 
     def finish(self, launched: InFlight, outputs: Any) -> BatchResult:

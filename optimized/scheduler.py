@@ -73,21 +73,29 @@ class Scheduler(interface.Scheduler):
             self.pipeline.batches.clear()
             requests.abandon(error)
             raise
-        if batch is not None:
-            requests.num_steps += 1
-            try:
-                self.decoding.run(batch, requests.chunked_req)
-            except BaseException as error:
-                self._fail(batch, error)
-                batch = None
-            else:
-                self._join_running(batch)
-        self._catch_up(num_left=num_ahead if batch is not None else 0)
+        is_launched = batch is not None and self._launch(batch)
+        self._catch_up(num_left=num_ahead if is_launched else 0)
         if not requests.live:
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
         return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]
+
+    def _launch(self, batch: ScheduleBatch) -> bool:
+        """Launch a batch, and cache its prompts before their results are known. False: the model refuses
+        it."""
+        requests = self.requests
+        requests.num_steps += 1
+        try:
+            self.decoding.run(batch, requests.chunked_req)
+        except BaseException as error:
+            self._fail(batch, error)
+            return False
+        for req in batch.reqs[: batch.num_extend_reqs]:
+            self.parts.tree_cache.cache_unfinished_req(req)
+            if req is not requests.chunked_req:
+                requests.running.append(req)
+        return True
 
     def _catch_up(self, num_left: int) -> None:
         """Process the oldest batches until at most `num_left` are in flight. Between two steps there is one;
@@ -118,13 +126,6 @@ class Scheduler(interface.Scheduler):
             self.pipeline.batches.remove(batch)
             self._fail(batch.batch, error)
 
-    def _join_running(self, batch: ScheduleBatch) -> None:
-        """The prompts of a batch that was launched: cached before their results are known."""
-        for req in batch.reqs[: batch.num_extend_reqs]:
-            self.parts.tree_cache.cache_unfinished_req(req)
-            if req is not self.requests.chunked_req:
-                self.requests.running.append(req)
-
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """Handle a batch that the model refused. The previous batch is processed first, and the requests that
         it ends have ended regularly. No KV of the failed batch may stay in the cache."""
@@ -151,7 +152,6 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [end:get-next-batch]
 
-    # --8<-- [start:prefill-batch]
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """The prompt that was computed in part, and the waiting requests that fit."""
         parts, requests = self.parts, self.requests
@@ -176,9 +176,6 @@ class Scheduler(interface.Scheduler):
             each.have_joined(new, requests.running)
         return batch
 
-    # --8<-- [end:prefill-batch]
-
-    # --8<-- [start:admit-waiting]
     def _admit_waiting(self, adder: PrefillAdder) -> None:
         requests, features = self.requests, self.requests.features
         order, deprioritized = self.parts.policy.order(requests.waiting_queue, requests.running)
@@ -206,9 +203,6 @@ class Scheduler(interface.Scheduler):
             if adder.new_chunked_req is not None:
                 break
 
-    # --8<-- [end:admit-waiting]
-
-    # --8<-- [start:decode-batch]
     def get_batch_decode(self) -> ScheduleBatch | None:
         """A decode step of all running requests, after retractions if memory is short."""
         decodable = self._decodable()
@@ -240,8 +234,6 @@ class Scheduler(interface.Scheduler):
                 requests.retract(requests.chunked_req)
         self.new_token_ratio.raise_after_retraction(requests.running)
         return batch
-
-    # --8<-- [end:decode-batch]
 
     # ---- process its results ----
 

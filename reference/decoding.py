@@ -13,7 +13,7 @@ from diptych.shared.sampling.logprobs import (
 )
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.pages import prepare_for_decode
-from diptych.shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats
+from diptych.shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 
 class PlainDecoding:
@@ -49,7 +49,9 @@ class PlainDecoding:
         if is_pooling:
             states = last_hidden_states(forward_batch, logits_output)
             keep_embeddings(batch.reqs, chunked_req, states, parts.reward_head)
-        logprobs = to_token_logprobs(token_ids, sample_output.logprobs)
+        logprobs: list[TokenLogprob] = []
+        if sample_output.logprobs is not None:
+            logprobs = to_token_logprobs(token_ids, sample_output.logprobs)
         return BatchResult(
             [[token_id] for token_id in token_ids],
             [logprobs[row : row + 1] for row in range(len(token_ids))],

@@ -85,7 +85,6 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [end:get-next-batch]
 
-    # --8<-- [start:prefill-batch]
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """The prompt that was computed in part, and the waiting requests that fit."""
         parts, requests, running = self.parts, self.requests, self.requests.running
@@ -109,9 +108,6 @@ class Scheduler(interface.Scheduler):
             each.have_joined(new, requests.running)
         return batch
 
-    # --8<-- [end:prefill-batch]
-
-    # --8<-- [start:admit-waiting]
     def _admit_waiting(self, adder: PrefillAdder) -> None:
         requests, features = self.requests, self.requests.features
         order, deprioritized = self.parts.policy.order(requests.waiting_queue, requests.running)
@@ -139,9 +135,6 @@ class Scheduler(interface.Scheduler):
             if adder.new_chunked_req is not None:
                 break
 
-    # --8<-- [end:admit-waiting]
-
-    # --8<-- [start:decode-batch]
     def get_batch_decode(self) -> ScheduleBatch | None:
         """A decode step of all running requests, after retractions if memory is short."""
         if not self.requests.running:
@@ -167,8 +160,6 @@ class Scheduler(interface.Scheduler):
                 requests.retract(requests.chunked_req)
         self.new_token_ratio.raise_after_retraction(requests.running)
         return batch
-
-    # --8<-- [end:decode-batch]
 
     # ---- process its results ----
 

@@ -21,17 +21,23 @@ from diptych.shared.types import BatchResult, ScheduleBatch, StepOutput
 
 class MyScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
-        """End overdue requests (`requests.finish_overdue`), choose a batch (`get_next_batch_to_run`), count
-        it (`requests.num_steps`), launch it (`decoding.run(batch, requests.chunked_req)`) and let its prompts
-        join (`_join_running`). Then process what is older (`_catch_up`) and return the pending outputs
+        """End overdue requests (`requests.finish_overdue`), choose a batch (`get_next_batch_to_run`) and
+        launch it (`_launch`). Then process what is older (`_catch_up`) and return the pending outputs
         (`requests.take_outputs`).
 
         `decoding.num_ahead(running)` batches may be in flight when the next one is chosen: catch up to
         that many before, and once more after a launch. Without a launch, process all of them; also when no
         request is `live`: nothing may run then. If choosing a batch raises: wait for the device
         (`pipeline.streams.synchronize`), clear `pipeline.batches`, `requests.abandon(error)`, and raise
-        it. If the launch raises: `_fail`, and nothing was launched."""
+        it."""
         raise NotImplementedError("TODO one request: choose and launch a batch, then process the one before")
+
+    def _launch(self, batch: ScheduleBatch) -> bool:
+        """Count the step (`requests.num_steps`) and launch the batch (`decoding.run(batch,
+        requests.chunked_req)`). The first batch.num_extend_reqs requests are extending: their prompts go
+        to the prefix cache now (`cache_unfinished_req`), and they join `running`, except the one whose
+        prompt goes on (`chunked_req`). False when the model raises: then `_fail`."""
+        raise NotImplementedError("TODO one request: run the batch; cache its prompts without their results")
 
     def _catch_up(self, num_left: int) -> None:
         """Process batches, the oldest first, until at most `num_left` are in flight. One without `results`
@@ -45,12 +51,6 @@ class MyScheduler(Scheduler):
         """`pipeline.sample` a batch whose forward pass was launched without sampling. If it raises, the batch
         leaves the pipeline, and its requests end (`_fail`)."""
         raise NotImplementedError("TODO grammars: sample now that all earlier tokens are known")
-
-    def _join_running(self, batch: ScheduleBatch) -> None:
-        """The first batch.num_extend_reqs requests are extending: their prompts go to the prefix cache now
-        (`cache_unfinished_req`), and they join `running`, except the one whose prompt goes on
-        (`chunked_req`)."""
-        raise NotImplementedError("TODO one request: cache the prompts without their results")
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """The model refused a batch that is not in the pipeline. Wait for the device, and process the batch
