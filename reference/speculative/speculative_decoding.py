@@ -95,7 +95,8 @@ class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
         if chunked_req in reqs:  # the sampled token has no meaning
             next_token_ids[reqs.index(chunked_req)] = chunked_req.all_ids[len(chunked_req.fill_ids)]
         ids = torch.tensor(next_token_ids, device=self.parts.allocator.device)
-        assert result.forward_batch is not None and result.logits_output is not None
+        assert result.forward_batch is not None
+        assert result.logits_output is not None
         self.drafter.extend(reqs, result.forward_batch, result.logits_output.hidden_states, ids)
 
     def has_left(self, req: Req) -> None:

@@ -47,8 +47,8 @@ from diptych.shared.interfaces.quantized_experts import QuantizedExperts
 from diptych.shared.interfaces.sampler import Sampler
 from diptych.shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
 from diptych.shared.interfaces.scheduler import (
-    SchedulerFeature,
     Scheduler,
+    SchedulerFeature,
     SchedulerParts,
     SchedulerState,
     SchedulerStats,
@@ -74,7 +74,6 @@ __all__ = [
     "ExpertBalancer",
     "ExpertDispatch",
     "ExpertMap",
-    "SchedulerFeature",
     "FusedExperts",
     "GeluTanhAndMul",
     "GemmaRMSNorm",
@@ -104,6 +103,7 @@ __all__ = [
     "Sampler",
     "SchedulePolicy",
     "Scheduler",
+    "SchedulerFeature",
     "SchedulerParts",
     "SchedulerState",
     "SchedulerStats",

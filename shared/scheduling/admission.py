@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import SchedulerFeature, PrefillAdder, PrefillBudget, RadixKey
+from diptych.shared.interfaces import PrefillAdder, PrefillBudget, RadixKey, SchedulerFeature
 from diptych.shared.scheduling.pages import round_down_to_page
 from diptych.shared.types import FinishAbort, Req
 

@@ -14,7 +14,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from diptych.shared.interfaces import HostPool, PrefixCache, RadixKey, SchedulerFeature, TokenToKVPoolAllocator
+from diptych.shared.interfaces import (
+    HostPool,
+    PrefixCache,
+    RadixKey,
+    SchedulerFeature,
+    TokenToKVPoolAllocator,
+)
 from diptych.shared.scheduling.pages import evict_for
 from diptych.shared.types import Req
 

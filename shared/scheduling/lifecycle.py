@@ -23,7 +23,8 @@ from diptych.shared.types import (
 
 
 class Decoding(Protocol):
-    """How running requests decode: one token each, or drafts that the model verifies. May be a `SchedulerFeature`."""
+    """How running requests decode: one token each, or drafts that the model verifies. It may be a
+    `SchedulerFeature`."""
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats: ...
 
