@@ -88,7 +88,7 @@ bug("NaNPromptsStayCached", "A prompt whose logits are NaN goes on being found."
 bug("WhoFoundItGoesOn", "Requests that found a prompt before it came out as NaN go on with it.",
     ("scheduler", "if (req in new or req not in requests.running) and", "if False and"))
 bug("WhoCameWithItGoesOn", "So do those whose slots were exchanged for its own in the same batch.",
-    ("scheduler", "= self.requests, (launched, *self.pipeline.batches)", "= self.requests, self.pipeline.batches"))
+    ("scheduler", "requests, (launched, *self.pipeline.batches)", "requests, self.pipeline.batches"))
 bug("EverybodyBeginsAnew", "Every new request starts again, whether it can have found the prompt or not.",
     ("scheduler", "and prompt.may_be_held_by(req)", ""))
 bug("ForgetsWhatWasFound", "Not only the computed part of a prompt is discarded, but the matched part too.",
