@@ -235,7 +235,7 @@ def test_a_slow_device_shows_what_is_made_too_late() -> None:
     start = "def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:"
     before = f"            {make_info}\n\n            {start}\n"
     change = Change(
-        "optimized.overlap.pipeline", before, f"            {start}\n                {make_info}\n"
+        "optimized.overlap.in_flight", before, f"            {start}\n                {make_info}\n"
     )
 
     class Late(changed("optimized.scheduler", change).Scheduler):
