@@ -38,17 +38,6 @@ class CapturesHalfOfTheStream:
 
 
 @mutant_of("model_runner")
-class HiddenStatesOfLastTokens(ModelRunner):
-    """A row for each request, as logits have."""
-
-    def forward(self, forward_batch):
-        output = super().forward(forward_batch)
-        if output.hidden_states is None or forward_batch.forward_mode is ForwardMode.IDLE:
-            return output
-        return output._replace(hidden_states=output.hidden_states[forward_batch.last_token_rows])
-
-
-@mutant_of("model_runner")
 class HiddenStatesInLayerOrder(ModelRunner):
     """Side by side from the lowest layer to the highest, whatever was asked for."""
 

@@ -7,17 +7,13 @@ from typing import Any, cast
 
 import torch
 
-import diptych.reference.models
-from diptych.reference.decoder import DecoderForCausalLM
 from diptych.reference.mla.mla_attention import AbsorbedMLA, ExpandedMLA
 from diptych.reference.mla.mla_memory_pool import MLATokenToKVPool
-from diptych.reference.mla.mla_model import MLAAttention
-from diptych.shared.interfaces import CausalLM
 from diptych.shared.modeling.mla import expand
 from diptych.shared.tools.conformance.oracles.replanned_attention import RaggedPlan, _replanned
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import AttentionLayer, KVScales, MLALayer
-from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, mutant_of, plant
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
 @mutant_of("mla_memory_pool")
@@ -163,63 +159,6 @@ class ProjectsInHalfPrecision(AbsorbedMLA):
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
         return super().run(q.bfloat16().to(q.dtype), layer, plan, **kv).bfloat16().to(q.dtype)
-
-
-def of_models(attention: type[MLAAttention]) -> Mutant:
-    """The reference's models with another latent attention."""
-
-    class WithAttention(DecoderForCausalLM):
-        def __init__(self, config: Any, *args: Any) -> None:
-            super().__init__(config, *args)
-            if config.mla is not None:
-                for layer_id, layer in enumerate(self.model.layers):
-                    rotary_emb = layer.self_attn.rotary_emb
-                    layer.self_attn = attention(config, layer_id, args[0], rotary_emb)
-
-    def model_class(architecture: str) -> type[CausalLM]:
-        is_mla = architecture.startswith("Deepseek")
-        return WithAttention if is_mla else diptych.reference.models.model_class(architecture)
-
-    module = module_with(diptych.reference.models, model_class=model_class)
-    return plant("models", module, attention)
-
-
-@of_models
-class NoMscale(MLAAttention):
-    """YaRN's mscale_all_dim does not scale the scores."""
-
-    def __init__(self, config: Any, *args: Any) -> None:
-        super().__init__(config, *args)
-        self.layer = replace(self.layer, scale=config.head_dim**-0.5)
-
-
-@of_models
-class RotatesTheFirstPart(MLAAttention):
-    """The first numbers of a head of q are rotated, not the last."""
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        layer, mla = self.layer, self.mla
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
-        q = q.view(-1, layer.num_qo_heads, layer.head_dim)
-        q_rope, q_nope = q.split([mla.qk_rope_head_dim, mla.qk_nope_head_dim], dim=-1)
-        c, k_rope = self.kv_a_proj_with_mqa(x).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
-        row = torch.cat((self.kv_a_layernorm(c).unsqueeze(1), k_rope), dim=-1)
-        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, row, row)
-        output = attention.backend.run(torch.cat((q_rope, q_nope), dim=-1), layer, attention.plan)
-        return self.o_proj(output.flatten(1))
-
-
-@of_models
-class CachesTheUnnormedVector(MLAAttention):
-    """The latent vector is cached before its norm."""
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        norm, self.kv_a_layernorm = self.kv_a_layernorm, torch.nn.Identity()
-        try:
-            return super().forward(x, positions, attention)
-        finally:
-            self.kv_a_layernorm = norm
 
 
 bug = bugs_in("mla_attention", "reference.mla.mla_attention:ExpandedMLA", folder="reference.")

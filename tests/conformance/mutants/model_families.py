@@ -26,38 +26,6 @@ class EmbeddingAsStored:
 
 
 @mixed_into_every_model
-class LogitsWithoutCap:
-    """The logits over the vocabulary are not soft-capped."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(replace(config, final_logit_cap=0.0), layers, moe)
-
-
-@mixed_into_every_model
-class WindowsWithoutSinks:
-    """Layers with a window forget their sinks."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        for decoder_layer in self.model.layers:
-            attn = decoder_layer.self_attn
-            if attn.layer.sliding_window >= 0:
-                attn.sinks = None
-
-    def load_weights(self, weights):
-        known = dict(self.named_parameters())
-        super().load_weights((n, w) for n, w in weights if not n.endswith("sinks") or n in known)
-
-
-@mixed_into_every_model
-class RopeInEveryLayer:
-    """Layers without RoPE get the one of the others."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(replace(config, nope_layers=frozenset()), layers, moe)
-
-
-@mixed_into_every_model
 class TemperatureOneStepLate:
     """The temperature grows one token late: at p + 2, where p + 1 is a multiple of floor_scale."""
 

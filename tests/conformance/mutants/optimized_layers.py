@@ -10,9 +10,7 @@ import diptych.optimized.layers
 import diptych.optimized.models
 from diptych.optimized.kernels.linear.rms_norm import add_rms_norm, rms_norm
 from diptych.optimized.layers import (
-    MLP,
     GeluTanhAndMul,
-    Linear,
     RMSNorm,
     RotaryEmbedding,
     SiluAndMul,
@@ -110,45 +108,11 @@ def buffers(attention, layer):
 
 
 @layer_of_models
-class StoresKUnrotated(RotaryEmbedding):
-    """q turns, k goes to the pool as it came."""
-
-    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
-        q = super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
-        super().rotate_and_store(qkv, torch.zeros_like(positions), q_norm, k_norm, attention, layer)
-        return q
-
-
-@layer_of_models
 class NormOfQForK(RotaryEmbedding):
     """The heads of k are normed with the weight of q_norm."""
 
     def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
         return super().rotate_and_store(qkv, positions, q_norm, q_norm, attention, layer)
-
-
-@layer_of_models
-class RotatesBeforeTheNorm(RotaryEmbedding):
-    """The norm's weight meets dimensions that have already turned."""
-
-    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
-        q = super().rotate_and_store(qkv, positions, None, None, attention, layer)
-        if q_norm is not None:
-            k = buffers(attention, layer)[0]
-            k[attention.out_cache_loc] = k_norm(k[attention.out_cache_loc])
-            q = q_norm(q)
-        return q
-
-
-@layer_of_models
-class StoresVAsK(RotaryEmbedding):
-    """v goes to both buffers."""
-
-    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
-        q = super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
-        k, v = buffers(attention, layer)
-        k[attention.out_cache_loc] = v[attention.out_cache_loc]
-        return q
 
 
 @layer_of_models
@@ -210,35 +174,6 @@ class MergedBiasesForgotten:
         for decoder_layer in self.model.layers:
             if decoder_layer.self_attn.qkv_proj.bias is not None:
                 decoder_layer.self_attn.qkv_proj.bias.data.zero_()
-
-
-@in_every_model
-class DownWithoutTheResidual:
-    """The MLP's output replaces the residual stream instead of being added to it."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        for mlp in each(self, MLP):
-            mlp.down_proj.add_to = lambda residual, x, product=mlp.down_proj.forward: product(x)
-
-
-@in_every_model
-class AddsWithoutTheBias:
-    """GEMMs that add to the residual stream omit their bias."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        for linear in each(self, Linear):
-            linear.add_to = lambda residual, x, linear=linear: residual + x @ linear.weight.T
-
-
-@in_every_model
-class ForgetsWhatWaits:
-    """The final norm does not add what the last MoE left to it."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        self.model.norm.add_and_norm = lambda x, residual: (self.model.norm(residual), residual)
 
 
 @in_every_model

@@ -45,33 +45,3 @@ class DecodesARowBehind(WithOwnRows):
     def load(self, batch):
         super().load(batch)
         self.rows._decoding.copy_(self.rows._decoding.roll(1, dims=1))
-
-
-@mixed
-class ForgetsDecoding(WithOwnRows):
-    """No request decodes beside the prompts."""
-
-    def load(self, batch):
-        super().load(batch)
-        self.rows._decoding.zero_()
-
-
-@mixed
-class KeepsPrompts(WithOwnRows):
-    """Prompts begin where those of the step before did."""
-
-    def load(self, batch):
-        before = self.rows._prompts[3].clone()
-        super().load(batch)
-        self.rows._prompts[3].copy_(before)
-
-
-@mixed
-class ReplaysMixedStepsInTheWrongSize(WithOwnRows):
-    """All sizes replay the smallest one's graph."""
-
-    def prepare(self, config, sampler, num_token_ids):
-        super().prepare(config, sampler, num_token_ids)
-        for steps in self.steps.prefill[1:]:
-            for size in steps.captured:
-                steps.captured[size] = steps.captured[min(steps.captured)]

@@ -3,13 +3,12 @@ which they show."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.shared.types import ForwardBatch, ForwardMode, SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
 
@@ -34,22 +33,6 @@ class WithOwnLoad(FakeGraphsRunner):
         before = self.row(name).clone()
         right(*args)
         self.row(name).copy_(before)
-
-
-@mutant_of("model_runner")
-class KeepsSeqLens(WithOwnLoad):
-    """Lengths are those of the step before."""
-
-    def load(self, right, batch, size, info=None):
-        self.keep("seq_lens", right, batch, size, info)
-
-
-@mutant_of("model_runner")
-class KeepsRows(WithOwnLoad):
-    """Requests are looked up in the rows of the step before."""
-
-    def load(self, right, batch, size, info=None):
-        self.keep("req_pool_indices", right, batch, size, info)
 
 
 @mutant_of("model_runner")
@@ -90,14 +73,6 @@ class KeepsTreeMask(WithOwnTrees):
 
 
 @mutant_of("model_runner")
-class KeepsNodePositions(WithOwnTrees):
-    """Nodes are rotated to the position of padding."""
-
-    def kept(self, buffers):
-        return buffers.node_ints.head("positions", buffers.node_ints.values.shape[1])
-
-
-@mutant_of("model_runner")
 class KeepsSeeds(WithOwnLoad):
     """Seeds are never copied."""
 
@@ -106,42 +81,11 @@ class KeepsSeeds(WithOwnLoad):
 
 
 @mutant_of("model_runner")
-class KeepsParameters(WithOwnLoad):
-    """Parameters of sampling are copied once for each size."""
-
-    def load(self, right, batch, size, info=None):
-        seen = self.__dict__.setdefault("seen", {})
-        right(batch, size, info and seen.setdefault((batch.batch_size, size), info))
-
-
-@mutant_of("model_runner")
 class LeavesOldRows(WithOwnLoad):
     """Behind a batch stands the rest of a larger one before it."""
 
     def load(self, right, batch, size, info=None):
         right(batch, batch.batch_size, info)
-
-
-@mutant_of("model_runner")
-class PadsWithALiveSlot(WithOwnLoad):
-    """Padding writes to the first request's slot."""
-
-    def load(self, right, batch, size, info=None):
-        right(batch, size, info)
-        self.row("out_cache_loc")[batch.batch_size : size] = batch.out_cache_loc[0]
-
-
-@mutant_of("model_runner")
-class TemperaturesOneStepLate(FakeGraphsRunner):
-    """Temperatures are copied after they were used."""
-
-    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
-        decode, num = self.steps.decode, len(info.seeds)
-        late = replace(info, temperatures=decode.buffers.floats.head("temperatures", num).clone())
-        output = super().forward_and_sample(forward_batch, sampler, late, num_token_ids)
-        if num <= decode.max_bs:
-            decode.buffers.floats.head("temperatures", num).copy_(info.temperatures)
-        return output
 
 
 @mutant_of("model_runner")
@@ -161,39 +105,6 @@ class PlansForShortRequests(FakeGraphsRunner):
         super().prepare(config.updated(context_len=64), sampler, num_token_ids)
 
 
-@mutant_of("model_runner")
-class GivesTheRowsOfPadding(FakeGraphsRunner):
-    """Logits have as many rows as the graph."""
-
-    def forward(self, forward_batch):
-        output = super().forward(forward_batch)
-        logits, decode = output.next_token_logits, self.steps.decode
-        if not decode.takes(forward_batch):
-            return output
-        sizes = decode.batch_sizes
-        missing = sizes[bisect_left(sizes, len(logits))] - len(logits)
-        return output._replace(
-            next_token_logits=torch.cat([logits, logits.new_zeros(missing, logits.shape[1])])
-        )
-
-
-@mutant_of("model_runner")
-class TakesTheSmallerSize(FakeGraphsRunner):
-    """A batch between two sizes is cut to the smaller one."""
-
-    def _steps_for(self, forward_batch):
-        steps = super()._steps_for(forward_batch)
-        if steps is not self.steps.decode:
-            return steps
-        sizes = steps.batch_sizes
-        size = sizes[max(bisect_left(sizes, forward_batch.batch_size + 1) - 1, 0)]
-        names = ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc")
-        more = ("extend_seq_lens", "extend_start_loc", "seq_lens_cpu", "extend_seq_lens_cpu")
-        cut = {name: getattr(forward_batch, name)[:size] for name in (*names, *more)}
-        vars(forward_batch).update(cut)
-        return steps
-
-
 class WithOwnKind(FakeGraphsRunner):
     """Takes the graph of another kind of sampling."""
 
@@ -205,44 +116,11 @@ class WithOwnKind(FakeGraphsRunner):
 
 
 @mutant_of("model_runner")
-class GreedyWhereTheFirstIs(WithOwnKind):
-    """A batch whose first request is greedy is greedy."""
-
-    def kind(self, info):
-        return replace(info, is_all_greedy=True) if bool(info.is_greedy[0]) else info
-
-
-@mutant_of("model_runner")
-class ReplaysWithoutFilters(WithOwnKind):
-    """Filters are left out."""
-
-    def kind(self, info):
-        return replace(info, needs_filter=False)
-
-
-@mutant_of("model_runner")
-class ReplaysWithoutPenalties(WithOwnKind):
-    """Penalties are no reason to leave the graph."""
-
-    def kind(self, info):
-        return replace(info, output_counts=None, frequency_penalties=None)
-
-
-@mutant_of("model_runner")
 class ReplaysWithoutLogprobs(WithOwnKind):
     """Log-probabilities are no reason to leave the graph."""
 
     def kind(self, info):
         return replace(info, return_logprob=False)
-
-
-@mutant_of("model_runner")
-class SamplesPaddingOfTheHead(FakeGraphsRunner):
-    """The graphs sample from all rows of the head."""
-
-    def prepare(self, config, sampler, num_token_ids):
-        super().prepare(config, sampler, self.model.config.vocab_size)
-        self.steps.decode.results.sampled_by = sampler, num_token_ids
 
 
 @mutant_of("model_runner")
@@ -257,31 +135,6 @@ class ReusesTheIds(FakeGraphsRunner):
         self.__dict__.setdefault("ids", torch.zeros_like(self.steps.decode.buffers.ones))
         borrowed = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
         return logits, SampleOutput(borrowed)
-
-
-@mutant_of("model_runner")
-class ReplaysUnseen(FakeGraphsRunner):
-    """Steps are replayed although hooks record them."""
-
-    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
-        watched, self.is_watched = self.is_watched, False
-        try:
-            return super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
-        finally:
-            self.is_watched = watched
-
-
-@mutant_of("model_runner")
-class LogitsOfTheLargestGraph(FakeGraphsRunner):
-    """Every size gives the logits that the first captured size has in memory."""
-
-    def forward(self, forward_batch) -> LogitsOutput:
-        before = self.num_graph_replays
-        output = super().forward(forward_batch)
-        if self.num_graph_replays > before:
-            memory = self.steps.decode.by_size[self.steps.decode.max_bs].replay_model.memory
-            return LogitsOutput(memory[: forward_batch.batch_size])
-        return output
 
 
 @mutant_of("model_runner")
@@ -333,41 +186,6 @@ class KeepsPositionsOfPrompts(WithOwnExtend):
 
 
 @mutant_of("model_runner")
-class GivesTheLastRows(WithOwnExtend):
-    """Hidden states are counted from the end of the padding."""
-
-    def run_prompts(self, batch, layers, replay):
-        given, captured = super().run_prompts(batch, layers, replay)
-        sizes = self.tokens.sizes
-        num_padding = sizes[bisect_left(sizes, batch.num_tokens)] - batch.num_tokens
-        start = given.storage_offset() + num_padding * given.stride(0)
-        return given.as_strided(given.shape, given.stride(), start), captured
-
-
-@mutant_of("model_runner")
-class CutsToTheSmallerSize(WithOwnExtend):
-    """What a step has beyond a size is not computed."""
-
-    def run_prompts(self, batch, layers, replay):
-        given, captured = super().run_prompts(batch, layers, replay)
-        given = given.clone()
-        smaller = [size for size in self.tokens.sizes if size < batch.num_tokens]
-        given[max(smaller, default=batch.num_tokens) :] = 0.0
-        return given, captured
-
-
-@mutant_of("model_runner")
-class ForgetsAttentionOfReplays(FakeGraphsRunner):
-    """Behind the first piece, attention is what an earlier step left."""
-
-    def prepare(self, config, sampler, num_token_ids):
-        super().prepare(config, sampler, num_token_ids)
-        for pieces in self.steps.prefill[0].captured.values():
-            for piece in pieces.up_to_attention[1:]:
-                piece.layer = pieces.up_to_attention[0].layer
-
-
-@mutant_of("model_runner")
 class GivesHiddenStatesOfTheCapture(WithOwnExtend):
     """Replays although other layers are wanted than those that were captured."""
 
@@ -375,3 +193,15 @@ class GivesHiddenStatesOfTheCapture(WithOwnExtend):
         if layers is None:
             return super().run_prompts(batch, layers, replay)
         return super().run_prompts(batch, self.extend.captured_layers, replay)
+
+
+@mutant_of("model_runner")
+class RoundsReplayedTrees(FakeGraphsRunner):
+    """Logits of trees are rounded to bfloat16 where their step is replayed."""
+
+    def forward(self, forward_batch):
+        before = self.num_graph_replays
+        output = super().forward(forward_batch)
+        if forward_batch.forward_mode is not ForwardMode.TARGET_VERIFY or self.num_graph_replays == before:
+            return output
+        return output._replace(next_token_logits=output.next_token_logits.bfloat16().float())

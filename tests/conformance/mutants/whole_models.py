@@ -13,7 +13,7 @@ from diptych.reference.model_runner import ModelRunner
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput
-from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of, plant
+from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, mutant_of, plant
 
 
 def mixed_into_every_model(changes: type) -> Mutant:
@@ -27,18 +27,6 @@ def mixed_into_every_model(changes: type) -> Mutant:
 
 
 # Models
-
-
-@mixed_into_every_model
-class SkipsTheFinalNorm:
-    """Hidden states come as the last layer left them."""
-
-    def forward(self, input_ids, positions, attention):
-        norm = self.model.norm
-        norm.forward = lambda x: x
-        y = super().forward(input_ids, positions, attention)
-        del norm.forward
-        return y
 
 
 @mixed_into_every_model
@@ -65,30 +53,6 @@ def each_attention(model: Any, change: Callable[[Any], None]) -> None:
 
 
 @mixed_into_every_model
-class WindowOneTooLong:
-    """The window's size is taken for the previous tokens visible."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-
-        def widen(attn):
-            if attn.layer.sliding_window >= 0:
-                attn.layer = replace(attn.layer, sliding_window=attn.layer.sliding_window + 1)
-
-        each_attention(self, widen)
-
-
-@mixed_into_every_model
-class WindowInEveryLayer:
-    """Layers without a window get the one of the others."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        window = max(config.sliding_windows, default=-1)
-        each_attention(self, lambda attn: setattr(attn, "layer", replace(attn.layer, sliding_window=window)))
-
-
-@mixed_into_every_model
 class NoNormOfHeads:
     """q and k go without their norm, where the family has one."""
 
@@ -99,32 +63,6 @@ class NoNormOfHeads:
         for decoder_layer, (q_norm, _) in zip(self.model.layers, norms):
             decoder_layer.self_attn.q_norm = q_norm
         return y
-
-
-@mixed_into_every_model
-class ScaleOfTheHiddenSize:
-    """Scores are scaled by hidden_size / heads, which head_dim need not be."""
-
-    def __init__(self, config, layers, moe):
-        super().__init__(config, layers, moe)
-        scale = (config.hidden_size / config.num_qo_heads) ** -0.5
-        each_attention(self, lambda attn: setattr(attn, "layer", replace(attn.layer, scale=scale)))
-
-
-@mixed_into_every_model
-class OnePositionOn:
-    """Every token stands one place too far: the logits hide it, the cache does not."""
-
-    def forward(self, input_ids, positions, attention):
-        return super().forward(input_ids, positions + 1, attention)
-
-
-@mixed_into_every_model
-class CountsPositionsItself:
-    """positions are not looked at: every piece starts at 0."""
-
-    def forward(self, input_ids, positions, attention):
-        return super().forward(input_ids, torch.arange(len(positions), device=positions.device), attention)
 
 
 @mixed_into_every_model
@@ -151,17 +89,6 @@ class KeepsTheTensors:
     def load_weights(self, weights):
         weights = list(weights)
         super().load_weights(weights)
-
-
-@mixed_into_every_model
-class LeavesOutBiases:
-    """Biases are taken, and never added."""
-
-    def load_weights(self, weights):
-        super().load_weights(weights)
-        for name, parameter in self.named_parameters():
-            if name.endswith(".bias"):
-                parameter.data.zero_()
 
 
 @mixed_into_every_model
@@ -237,35 +164,11 @@ class InputLogprobsOneRowOn(ModelRunner):
 
 
 @mutant_of("model_runner")
-class InputLogprobsOfTheLastRows(ModelRunner):
-    """Beyond 512 rows the log-probabilities of the first 512 come again."""
-
-    def forward(self, forward_batch):
-        rows = forward_batch.input_logprob_rows
-        if rows is not None:
-            wrapped = rows[torch.arange(len(rows), device=rows.device) % 512]
-            forward_batch = replace(forward_batch, input_logprob_rows=wrapped)
-        return super().forward(forward_batch)
-
-
-@mutant_of("model_runner")
 class InputLogprobsOverPaddingRows(ModelRunner):
     """Prompt log-probabilities are normalised over padding rows of the head too."""
 
     def forward(self, forward_batch):
         return super().forward(replace(forward_batch, num_token_ids=None))
-
-
-@mutant_of("model_runner")
-class RawLogitsForLogprobs(ModelRunner):
-    """Logits are not normalised."""
-
-    def forward(self, forward_batch):
-        output = super().forward(forward_batch)
-        if output.input_logprobs is None:
-            return output
-        shifted = output.input_logprobs.token_logprobs - output.input_logprobs.token_logprobs.mean()
-        return output._replace(input_logprobs=output.input_logprobs._replace(token_logprobs=shifted))
 
 
 @mutant_of("model_runner")
@@ -318,16 +221,6 @@ class WritesTheNextSlotToo(ModelRunner):
 
 
 @mutant_of("model_runner")
-class IdleInTheModelsType(ModelRunner):
-    """An idle step's empty logits have the weights' type."""
-
-    def forward(self, forward_batch):
-        output = super().forward(forward_batch)
-        dtype = next(self.model.parameters()).dtype
-        return output._replace(next_token_logits=output.next_token_logits.to(dtype))
-
-
-@mutant_of("model_runner")
 class RunsIdleBatches(ModelRunner):
     """An idle step computes a token of padding, in the first slot that a request owns."""
 
@@ -336,3 +229,96 @@ class RunsIdleBatches(ModelRunner):
             for buffer in (self.kv_pool.k_buffer(0), self.kv_pool.v_buffer(0)):
                 buffer[self.kv_pool.page_size] = 0.0
         return super().forward(forward_batch)
+
+
+@mixed_into_every_model
+class EmbedsAListOfIds:
+    """Ids are embedded as one list, whatever their shape."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids).flatten(0, -2)
+
+
+@mixed_into_every_model
+class DecodesBehindTheLastToken:
+    """A token that comes alone is at the position behind the last one of any request."""
+
+    last = -1
+
+    def forward(self, input_ids, positions, *args):
+        if len(positions) == 1:
+            positions = torch.full_like(positions, self.last + 1)
+        self.last = int(positions[-1])
+        return super().forward(input_ids, positions, *args)
+
+
+@mixed_into_every_model
+class TakesMemoryAtOnce:
+    """A model built on meta takes memory."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.to_empty(device="cpu")
+
+
+@mixed_into_every_model
+class TheEmbeddingComesFirst:
+    """Weights must begin with the embedding."""
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        assert "embed" in weights[0][0]
+        super().load_weights(weights)
+
+
+@mixed_into_every_model
+class TypeOfTheCheckpoint:
+    """The model takes the type of its weights."""
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        super().load_weights(weights)
+        self.to(weights[0][1].dtype)
+
+
+@mixed_into_every_model
+class KnowsOneNameOfExperts:
+    """Mixtral's own names of experts are unknown."""
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        assert not any("block_sparse_moe" in name for name, _ in weights)
+        super().load_weights(weights)
+
+
+@mixed_into_every_model
+class LoadsFrequencies:
+    """RoPE's frequencies are no harmless tensor."""
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        assert not any(name.endswith("inv_freq") for name, _ in weights)
+        super().load_weights(weights)
+
+
+@mixed_into_every_model
+class SaysOnlyThatAShapeIsWrong:
+    """A refusal does not say which tensor has a wrong shape."""
+
+    def load_weights(self, weights):
+        try:
+            super().load_weights(weights)
+        except ValueError as error:
+            raise (ValueError("wrong shape") if "shape" in str(error) else error) from None
+
+
+bug = bugs_in("models", "reference.models", folder="shared.modeling.")
+# fmt: off
+bug("UnknownFamiliesAreKeyErrors", "An unknown family is a KeyError.",
+    ("model_class", 'raise ValueError(f"no model for', 'raise KeyError(f"no model for'))
+
+
+runner_bug = bugs_in("model_runner", "reference.model_runner:ModelRunner", folder="reference.")
+runner_bug("CountsTheStepInSeqLens", "A step adds its token to seq_lens.",
+           ("model_runner", "        input_logprobs = None\n",
+            "        forward_batch.seq_lens.add_(1)\n        input_logprobs = None\n"))
