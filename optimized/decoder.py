@@ -41,13 +41,20 @@ from diptych.shared.modeling.vocabulary import embed_rows, gather_logits
 
 class DecoderAttention(AttentionModules):
     def __init__(
-        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: interface.RotaryEmbedding
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        layers: Layers,
+        rotary_emb: interface.RotaryEmbedding,
+        input_size: int | None = None,
     ) -> None:
+        """`input_size`: of the rows that q, k and v are computed from; None: hidden_size."""
         super().__init__(config, layer_id, layers, rotary_emb)
+        input_size = input_size or config.hidden_size
         q_size = config.num_qo_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
+        self.qkv_proj = MergedLinear(input_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 
     # --8<-- [start:attention-forward]

@@ -27,9 +27,9 @@ import torch
 from diptych.optimized.kernels.attention.move_kv import can_move, move_kv
 from diptych.optimized.page_ring import Array, PageRing
 from diptych.shared.interfaces import memory_pool as interface
-from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.modeling.kv_pool import KVTensors, to_fp8
 from diptych.shared.scheduling.pages import num_pages_of
-from diptych.shared.types.attention import FP8, KVScales
+from diptych.shared.types.attention import FP8
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -197,29 +197,8 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         return torch.from_numpy((pages[:, None] * self.page_size + self._offsets).reshape(-1))
 
 
-class TokenToKVPool(interface.TokenToKVPool):
+class TokenToKVPool(KVTensors):
     on_read: Callable[[int], None] | None = None  # called with a layer before its buffers are read
-
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_scales: Sequence[KVScales] | None = None,
-    ) -> None:
-        self.size = size
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.kv_scales = kv_scales or [KVScales()] * num_layers
-        shape = (num_layers, size + page_size, num_kv_heads, head_dim)
-        self._k = torch.zeros(shape, dtype=dtype, device=device)
-        self._v = torch.zeros(shape, dtype=dtype, device=device)
 
     def k_buffer(self, layer_id: int) -> torch.Tensor:
         if self.on_read is not None:

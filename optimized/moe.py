@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.moe.moe_combine import combine
@@ -23,6 +22,7 @@ from diptych.optimized.layers import MLP, Linear
 from diptych.shared.config import MoEConfig
 from diptych.shared.interfaces import moe as interface
 from diptych.shared.interfaces.moe import TopKOutput
+from diptych.shared.modeling.moe_modules import ExpertModules, MoEModules
 
 
 class TopK(interface.TopK):
@@ -35,26 +35,9 @@ class TopK(interface.TopK):
         return TopKOutput(*route(self.config, router_logits, correction_bias))
 
 
-class FusedExperts(interface.FusedExperts):
+class FusedExperts(ExpertModules):
     is_deterministic = False  # one tile for any number of tokens
     runner: Any = None  # of `diptych.optimized.moe_runners`, in place of these kernels
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        swiglu_limit: float = 0.0,
-    ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
-        w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
-        w2 = torch.empty(num_experts, hidden_size, intermediate_size)
-        self.w13 = nn.Parameter(w13, requires_grad=False)
-        self.w2 = nn.Parameter(w2, requires_grad=False)
-        if bias:
-            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
-            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -78,38 +61,13 @@ class FusedExperts(interface.FusedExperts):
         # --8<-- [end:run-experts]
 
 
-class MoE(interface.MoE):
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
-        super().__init__(config, hidden_size)
-        self.gate = Linear(hidden_size, config.num_experts, config.bias)
-        self.topk = TopK(config)
-        self.weight_on_input = config.weight_on_input
-        num_experts = config.num_local_experts or config.num_experts
-        self.experts = FusedExperts(
-            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
-        )
-        self.correction_bias: nn.Parameter | None = None
-        if config.routing == "biased-grouped":
-            bias = torch.empty(config.num_experts, dtype=torch.float32)
-            self.correction_bias = nn.Parameter(bias, requires_grad=False)
-        self.shared_experts: MLP | None = None
-        self.shared_expert_gate: Linear | None = None
-        if config.shared_intermediate_size > 0:
-            self.shared_experts = MLP(hidden_size, config.shared_intermediate_size)
-            if config.shared_expert_gate:
-                self.shared_expert_gate = Linear(hidden_size, 1)
+class MoE(MoEModules):
+    topk_class = TopK
+    experts_class = FusedExperts
+    mlp_class = MLP
+    linear_class = Linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        topk, routed_x = self.topk(self.gate(x), self.correction_bias), x
-        if self.weight_on_input:
-            routed_x = x * topk.topk_weights.to(x.dtype)
-            topk = topk._replace(topk_weights=torch.ones_like(topk.topk_weights))
-        if self.expert_parallel is None:
-            routed = self.experts(routed_x, topk)
-        else:
-            routed = self.expert_parallel.run(routed_x, topk, self.experts)
-        if self.shared_experts is None:
-            return routed
+    def add_shared_experts(self, routed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.shared_expert_gate is None:
             return self.shared_experts.down_proj.add_to(routed, self.shared_experts.activate(x))
         return routed + self.shared_experts(x) * self.shared_expert_gate(x).sigmoid()

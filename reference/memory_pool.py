@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from diptych.shared.interfaces import memory_pool as interface
-from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.modeling.kv_pool import KVTensors, to_fp8
 from diptych.shared.scheduling.pages import num_pages_of, round_up_to_page
-from diptych.shared.types.attention import FP8, KVScales
+from diptych.shared.types.attention import FP8
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -150,28 +150,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         return (starts[:, None] + torch.arange(self.page_size, device=self.device)).flatten()
 
 
-class TokenToKVPool(interface.TokenToKVPool):
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_scales: Sequence[KVScales] | None = None,
-    ) -> None:
-        self.size = size
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.kv_scales = kv_scales or [KVScales()] * num_layers
-        shape = (num_layers, size + page_size, num_kv_heads, head_dim)
-        self._k = torch.zeros(shape, dtype=dtype, device=device)
-        self._v = torch.zeros(shape, dtype=dtype, device=device)
-
+class TokenToKVPool(KVTensors):
     def k_buffer(self, layer_id: int) -> torch.Tensor:
         return self._k[layer_id]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from diptych.reference.layers import MLP, Linear, SiluAndMul
 from diptych.shared.config import MoEConfig
 from diptych.shared.interfaces import moe as interface
 from diptych.shared.interfaces.moe import TopKOutput
-from diptych.shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.shared.modeling.moe_modules import ExpertModules, MoEModules
 
 
 class TopK(interface.TopK):
@@ -52,24 +51,8 @@ class TopK(interface.TopK):
         return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
-class FusedExperts(interface.FusedExperts):
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        swiglu_limit: float = 0.0,
-    ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
-        w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
-        w2 = torch.empty(num_experts, hidden_size, intermediate_size)
-        self.w13 = nn.Parameter(w13, requires_grad=False)
-        self.w2 = nn.Parameter(w2, requires_grad=False)
-        if bias:
-            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
-            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
-        self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
+class FusedExperts(ExpertModules):
+    silu_class = SiluAndMul
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -86,38 +69,13 @@ class FusedExperts(interface.FusedExperts):
         # --8<-- [end:run-experts]
 
 
-class MoE(interface.MoE):
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
-        super().__init__(config, hidden_size)
-        self.gate = Linear(hidden_size, config.num_experts, config.bias)
-        self.topk = TopK(config)
-        self.weight_on_input = config.weight_on_input
-        num_experts = config.num_local_experts or config.num_experts
-        self.experts = FusedExperts(
-            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
-        )
-        self.correction_bias: nn.Parameter | None = None
-        if config.routing == "biased-grouped":
-            bias = torch.empty(config.num_experts, dtype=torch.float32)
-            self.correction_bias = nn.Parameter(bias, requires_grad=False)
-        self.shared_experts: MLP | None = None
-        self.shared_expert_gate: Linear | None = None
-        if config.shared_intermediate_size > 0:
-            self.shared_experts = MLP(hidden_size, config.shared_intermediate_size)
-            if config.shared_expert_gate:
-                self.shared_expert_gate = Linear(hidden_size, 1)
+class MoE(MoEModules):
+    topk_class = TopK
+    experts_class = FusedExperts
+    mlp_class = MLP
+    linear_class = Linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        topk, routed_x = self.topk(self.gate(x), self.correction_bias), x
-        if self.weight_on_input:
-            routed_x = x * topk.topk_weights.to(x.dtype)
-            topk = topk._replace(topk_weights=torch.ones_like(topk.topk_weights))
-        if self.expert_parallel is None:
-            routed = self.experts(routed_x, topk)
-        else:
-            routed = self.expert_parallel.run(routed_x, topk, self.experts)
-        if self.shared_experts is None:
-            return routed
+    def add_shared_experts(self, routed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         shared = self.shared_experts(x)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x).sigmoid()

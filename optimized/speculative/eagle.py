@@ -19,15 +19,9 @@ import torch
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
 from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
 from diptych.optimized.speculative.draft_beams import BeamSteps
-from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import possible_shapes
-from diptych.shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
-from diptych.shared.interfaces import drafter as interface
-from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.loading.kv_sizing import kv_bytes_per_token
-from diptych.shared.loading.load_model import load_draft_model
-from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
-from diptych.shared.speculation.draft_model_base import padding_token_ids
+from diptych.shared.interfaces import ReqToTokenPool
+from diptych.shared.speculation.drafter_base import BaseEagleDrafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
 
@@ -38,35 +32,14 @@ class LastRow(NamedTuple):
     next_hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for the token that comes next
 
 
-class EagleDrafter(interface.Drafter):
-    """Drafts with a model whose input is a token and the target's hidden state of the previous token. So slot
-    j of its pool holds token j + 1 and hidden state j, at position j. When the target has KV for n tokens,
-    the draft model has KV for n tokens too and has processed the newest token. KV of drafts, computed from
-    its own hidden states, follows. `extend` recomputes the accepted part from the target's hidden states."""
-
-    is_bigram = True
+class EagleDrafter(BaseEagleDrafter):
     runs_ahead = True
 
-    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
-        assert config.context_len is not None
-        self.config = config
-        self.parts = parts
-        self.draft_config, self.model = load_draft_model(config, parts)
-        self.hidden_layers = self.draft_config.target_layers
-        self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
-        self.draft_tree = parts.component("draft_tree")()
-        self.is_no_token = padding_token_ids(config, parts, self.draft_config, self.model)
-
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
-        model_config, component = self.draft_config.model, self.parts.component
-        self.req_to_token_pool = req_to_token_pool
-        self.kv_pool = build_kv_pool(
-            component, model_config, num_slots, self.config.page_size, self.parts.dtype, self.parts.device
-        )
-        self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
+        self.make_attention(self.draft_config.model, req_to_token_pool, num_slots)
         options = {"dtype": self.parts.dtype, "device": self.parts.device}
         num_rows = req_to_token_pool.req_to_token.shape[0]
-        self.last_rows = LastRow(*torch.zeros(2, num_rows, model_config.hidden_size, **options))
+        self.last_rows = LastRow(*torch.zeros(2, num_rows, self.draft_config.model.hidden_size, **options))
         like = torch.empty(0, self.draft_config.target_hidden_size, **options)
         self.graphs = [
             DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
@@ -75,9 +48,6 @@ class EagleDrafter(interface.Drafter):
         graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
         if graphs is not None:
             capture_drafts(self.graphs, graphs, self._draft, self._extend)
-
-    def num_slots(self, shape: DraftShape) -> int:
-        return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
 
     def extend(
         self,
@@ -127,7 +97,7 @@ class EagleDrafter(interface.Drafter):
         top = self._top_tokens(self.last_rows.hidden_states[batch.req_pool_indices], k)
         steps = [self.draft_tree.first_beams(top)]
         hidden_states = self.last_rows.next_hidden_states[batch.req_pool_indices].repeat_interleave(k, 0)
-        beam_steps = BeamSteps(batch, 0, self.req_to_token_pool, self._context_len)
+        beam_steps = BeamSteps(batch, 0, self.req_to_token_pool, self.context_len)
         first_beams = torch.arange(bs, device=batch.root_ids.device)[:, None] * k
         for _ in range(shape.num_steps - 1):
             forward_batch = beam_steps.next(steps[-1])
@@ -138,26 +108,6 @@ class EagleDrafter(interface.Drafter):
             hidden_states = output.next_hidden_states[(first_beams + steps[-1].parents).flatten()]
         return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
         # --8<-- [end:eagle-draft]
-
-    def _forward(
-        self, forward_batch: ForwardBatch, input_ids: torch.Tensor, hidden_states: torch.Tensor
-    ) -> DraftOutput:
-        plan = self.attention.plan(forward_batch)
-        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc)
-        output: DraftOutput = self.model(input_ids, forward_batch.positions, hidden_states, attention)
-        return output
-
-    def _top_tokens(self, hidden_states: torch.Tensor, k: int) -> TopTokens:
-        logits = self.model.compute_logits(hidden_states)
-        if self.is_no_token is not None:
-            logits = logits.masked_fill(self.is_no_token, -torch.inf)
-        top: TopTokens = self.draft_tree.top_tokens(logits, k)
-        return TopTokens(top.probs, self.model.to_target_ids(top.token_ids))
-
-    @property
-    def _context_len(self) -> int:
-        assert self.config.context_len is not None
-        return self.config.context_len
 
     def _cuda_graphs(self) -> CudaGraphs | None:
         return graphs_of_drafter(self.parts.model, self.parts.device)

@@ -17,46 +17,19 @@ import torch
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
 from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
 from diptych.optimized.speculative.draft_beams import BeamSteps
-from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.speculation_flags import possible_shapes
-from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
-from diptych.shared.interfaces import drafter as interface
+from diptych.shared.interfaces import ReqToTokenPool
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.loading.kv_sizing import kv_bytes_per_token
-from diptych.shared.loading.load_model import load_model
-from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
-from diptych.shared.speculation.draft_model_base import check_draft_model_fits
+from diptych.shared.speculation.drafter_base import BaseStandaloneDrafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
 
-class StandaloneDrafter(interface.Drafter):
-    """Drafts with a language model that computes the target's tokens at the same positions, into the same
-    slots of its own pool. It needs only the target's tokens."""
-
+class StandaloneDrafter(BaseStandaloneDrafter):
     runs_ahead = True
 
-    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
-        assert config.speculative_draft_model is not None
-        assert config.context_len is not None
-        self.config = config
-        self.context_len = config.context_len
-        self.parts = parts
-        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
-        self.model_config = read_config(folder)
-        check_draft_model_fits(self.model_config, config, parts.num_token_ids)
-        self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
-        self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)
-        self.draft_tree = parts.component("draft_tree")()
-
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
-        component, device = self.parts.component, self.parts.device
-        self.req_to_token_pool = req_to_token_pool
-        self.kv_pool = build_kv_pool(
-            component, self.model_config, num_slots, self.config.page_size, self.parts.dtype, device
-        )
-        self.attention = component(attention_component(self.model_config))(req_to_token_pool, self.kv_pool)
-        self.no_states = torch.empty(0, 1, dtype=self.parts.dtype, device=device)
+        self.make_attention(self.model_config, req_to_token_pool, num_slots)
+        self.no_states = torch.empty(0, 1, dtype=self.parts.dtype, device=self.parts.device)
         self.graphs = [
             DraftGraphs(self.config, shape, self.num_slots(shape), self.no_states, self.attention)
             for shape in possible_shapes(self.config)
@@ -64,9 +37,6 @@ class StandaloneDrafter(interface.Drafter):
         graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
         if graphs is not None:
             capture_drafts(self.graphs, graphs, self._draft, self._extend)
-
-    def num_slots(self, shape: DraftShape) -> int:
-        return 1 + (shape.num_steps - 1) * shape.top_k  # the newest token; no step follows the last beams
 
     def extend(
         self,

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from diptych.reference.layers import Linear
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.layers import Layers, RotaryEmbedding
-from diptych.shared.modeling.mla import mla_scale
-from diptych.shared.types.attention import MLALayer
+from diptych.shared.modeling.mla import MLAModules
 
 
-class MLAAttention(nn.Module):
+class MLAAttention(MLAModules):
+    linear_class = Linear
+
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
     ) -> None:
-        super().__init__()
-        assert config.mla is not None
-        mla, num_heads = config.mla, config.num_qo_heads
-        self.mla = mla
-        q_size = num_heads * config.head_dim
+        super().__init__(config, layer_id, layers, rotary_emb)
+        mla, q_size = self.mla, self.layer.num_qo_heads * config.head_dim
         self.q_proj: Linear | None = None
         if mla.q_lora_rank is None:
             self.q_proj = Linear(config.hidden_size, q_size)
@@ -30,21 +27,6 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm = layers.RMSNorm(mla.q_lora_rank, mla.norm_eps)
             self.q_b_proj = Linear(mla.q_lora_rank, q_size)
         self.kv_a_proj_with_mqa = Linear(config.hidden_size, mla.row_size, config.qkv_bias)
-        self.kv_a_layernorm = layers.RMSNorm(mla.kv_lora_rank, mla.norm_eps)
-        self.kv_b_proj = Linear(mla.kv_lora_rank, num_heads * (mla.qk_nope_head_dim + mla.v_head_dim))
-        self.o_proj = Linear(num_heads * mla.v_head_dim, config.hidden_size, config.o_bias)
-        self.rotary_emb = rotary_emb
-        self.layer = MLALayer(
-            layer_id=layer_id,
-            num_qo_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=config.head_dim,
-            scale=mla_scale(config),
-            v_head_dim=mla.v_head_dim,
-            kv_lora_rank=mla.kv_lora_rank,
-            qk_nope_head_dim=mla.qk_nope_head_dim,
-            kv_b_proj=self.kv_b_proj,
-        )
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         layer, mla = self.layer, self.mla

@@ -1,4 +1,5 @@
-"""The KV pool and the attention backend that a model needs, and K and V as an FP8 pool stores them."""
+"""The KV pool and the attention backend that a model needs, the tensors of a pool, and K and V as an FP8 pool
+stores them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config import ModelConfig
-from diptych.shared.interfaces import TokenToKVPool
+from diptych.shared.interfaces import MLATokenToKVPool, TokenToKVPool
 from diptych.shared.types.attention import FP8, FP8_MAX, KVScales
 
 
@@ -48,3 +49,69 @@ def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Te
         return (wide / wide.new_full((), scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
     return quantized(k, scales.k), quantized(v, scales.v)
+
+
+class KVTensors(TokenToKVPool):
+    """A pool's K and V of all layers, each in one tensor [num_layers, slots, num_kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
+        shape = (num_layers, size + page_size, num_kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)
+        self._v = torch.zeros(shape, dtype=dtype, device=device)
+
+
+class MLARows(MLATokenToKVPool):
+    """A pool of one tensor for K and V, [num_layers, slots, 1, row_size]: V is part of a row. A panel adds
+    `move`."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        num_layers: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.kv_lora_rank = kv_lora_rank
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
+        shape = (num_layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
+        self._rows = torch.zeros(shape, dtype=dtype, device=device)
+
+    def k_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._rows[layer_id]
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._rows[layer_id][..., : self.kv_lora_rank]
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self.dtype == FP8:
+            k, _ = to_fp8(k, k, self.kv_scales[layer_id])
+        self._rows[layer_id][out_cache_loc] = k.to(self.dtype)
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        return self.num_layers * self._rows.shape[-1] * self.dtype.itemsize

@@ -1,12 +1,14 @@
-"""Multi-head latent attention: its scale, and the operations of its expanded and absorbed forms."""
+"""Multi-head latent attention: modules, scale, and the operations of its expanded and absorbed forms."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import nn
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.layers import Layers, RotaryEmbedding
 from diptych.shared.types.attention import MLALayer
 
 
@@ -17,6 +19,36 @@ def mla_scale(config: ModelConfig) -> float:
     if rope.rope_type == "yarn" and rope.mscale_all_dim and rope.factor > 1.0:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
     return scale
+
+
+class MLAModules(nn.Module):
+    """What the latent vector goes through. A panel adds the linear layers that multiply the hidden states."""
+
+    linear_class: type[nn.Module]
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        assert config.mla is not None
+        mla, num_heads = config.mla, config.num_qo_heads
+        self.mla = mla
+        self.kv_a_layernorm = layers.RMSNorm(mla.kv_lora_rank, mla.norm_eps)
+        kv_size = num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.kv_b_proj = self.linear_class(mla.kv_lora_rank, kv_size)
+        self.o_proj = self.linear_class(num_heads * mla.v_head_dim, config.hidden_size, config.o_bias)
+        self.rotary_emb = rotary_emb
+        self.layer = MLALayer(
+            layer_id=layer_id,
+            num_qo_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=config.head_dim,
+            scale=mla_scale(config),
+            v_head_dim=mla.v_head_dim,
+            kv_lora_rank=mla.kv_lora_rank,
+            qk_nope_head_dim=mla.qk_nope_head_dim,
+            kv_b_proj=self.kv_b_proj,
+        )
 
 
 # --8<-- [start:mla-expand]

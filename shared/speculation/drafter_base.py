@@ -1,0 +1,87 @@
+"""What the drafters of both panels have in common: model, memory and attention, and single passes."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.shared.config import EngineConfig, ModelConfig, read_config
+from diptych.shared.interfaces import Drafter, DrafterParts, DraftOutput, ReqToTokenPool
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.loading.kv_sizing import kv_bytes_per_token
+from diptych.shared.loading.load_model import load_draft_model, load_model
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
+from diptych.shared.speculation.draft_model_base import check_draft_model_fits, padding_token_ids
+from diptych.shared.types import DraftShape, ForwardBatch, TopTokens
+
+
+class BaseDrafter(Drafter):
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        assert config.context_len is not None
+        self.config = config
+        self.context_len = config.context_len
+        self.parts = parts
+
+    def make_attention(
+        self, model_config: ModelConfig, req_to_token_pool: ReqToTokenPool, num_slots: int
+    ) -> None:
+        """The drafter's own KV pool, and attention over it."""
+        component, dtype, device = self.parts.component, self.parts.dtype, self.parts.device
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = build_kv_pool(component, model_config, num_slots, self.config.page_size, dtype, device)
+        self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
+
+
+class BaseEagleDrafter(BaseDrafter):
+    """Drafts with a model whose input is a token and the target's hidden state of the previous token. So slot
+    j of its pool holds token j + 1 and hidden state j, at position j. When the target has KV for n tokens,
+    the draft model has KV for n tokens too and has processed the newest token. KV of drafts, computed from
+    its own hidden states, follows. `extend` recomputes the accepted part from the target's hidden states."""
+
+    is_bigram = True
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        super().__init__(config, parts)
+        self.draft_config, self.model = load_draft_model(config, parts)
+        self.hidden_layers = self.draft_config.target_layers
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+        self.is_no_token = padding_token_ids(config, parts, self.draft_config, self.model)
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
+
+    @torch.inference_mode()
+    def _forward(
+        self, forward_batch: ForwardBatch, input_ids: torch.Tensor, hidden_states: torch.Tensor
+    ) -> DraftOutput:
+        plan = self.attention.plan(forward_batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc)
+        output: DraftOutput = self.model(input_ids, forward_batch.positions, hidden_states, attention)
+        return output
+
+    @torch.inference_mode()
+    def _top_tokens(self, hidden_states: torch.Tensor, k: int) -> TopTokens:
+        logits = self.model.compute_logits(hidden_states)
+        if self.is_no_token is not None:
+            logits = logits.masked_fill(self.is_no_token, -torch.inf)
+        top: TopTokens = self.draft_tree.top_tokens(logits, k)
+        return TopTokens(top.probs, self.model.to_target_ids(top.token_ids))
+
+
+class BaseStandaloneDrafter(BaseDrafter):
+    """Drafts with a language model that computes the target's tokens at the same positions, into the same
+    slots of its own pool. It needs only the target's tokens."""
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        super().__init__(config, parts)
+        assert config.speculative_draft_model is not None
+        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+        self.model_config = read_config(folder)
+        check_draft_model_fits(self.model_config, config, parts.num_token_ids)
+        self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return 1 + (shape.num_steps - 1) * shape.top_k  # the newest token; no step follows the last beams

@@ -1,0 +1,50 @@
+"""What the EAGLE-3 models of both panels have in common: modules, and the names of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.interfaces import MoE
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.speculation.draft_model_base import BaseDraftModel
+
+
+class Eagle3LayerModules(nn.Module):
+    """Attention's queries, keys and values come from token embedding and hidden state, side by side."""
+
+    attention_class: type[nn.Module]
+    mlp_class: type[nn.Module]
+
+    def __init__(self, config: ModelConfig, layers: Layers, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn: Any = self.attention_class(config, 0, layers, rotary_emb, 2 * config.hidden_size)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: Any = self.mlp_class(
+            config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul
+        )
+
+
+class Eagle3Modules(BaseDraftModel):
+    layer_class: type[Eagle3LayerModules]
+    linear_class: type[nn.Module]
+
+    def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        model = config.model
+        self.fc = self.linear_class(config.target_hidden_size, model.hidden_size, bias=True)
+        self.midlayer = self.layer_class(model, layers, config.norm_before_residual)
+        self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+
+    def canonical_name(self, name: str) -> str | None:
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq"):
+            return None
+        if name.startswith("layers.0."):
+            return name.replace("layers.0", "midlayer", 1)
+        return {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}.get(name, name)
