@@ -74,7 +74,7 @@ class ModelRunner(ABC):
         for `input_logprob_rows`: raw log softmax over the first `num_token_ids` logits of the batch, no
         temperature. Writes the step's KV and nothing else, except that the dummy page may hold anything
         afterwards. Logits are float32 on the model's device; an IDLE batch gives zero rows. They are valid
-        until the next call of `forward` or `forward_and_sample`: copy them to keep them longer."""
+        until the next call of `forward`, `forward_and_sample` or the drafter: copy them to keep them."""
 
     def prepare(  # noqa: B027 - there may be nothing to prepare
         self, config: EngineConfig, sampler: Sampler, num_token_ids: int
