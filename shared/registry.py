@@ -241,8 +241,7 @@ def check_choice(component: str, choice: str) -> None:
 def load(component: str, choice: str) -> Any:
     """The class (or module of classes) behind a choice; imports it now. An exception of
     user-provided code becomes one `ValueError`; an exception of the engine's own code is not changed."""
-    pair = _pair(component, choice)
-    if pair is not None:
+    if component == PAIRED and "+" in choice and (pair := _pair(component, choice)):
         return load_part("hybrid_attention")(*pair)
     return _load_target(component, choice, IMPLEMENTATIONS.get(component, {}).get(choice, choice))
 

@@ -12,8 +12,6 @@ NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "s
 
 def check_deterministic(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that deterministic mode excludes."""
-    if not flags.deterministic:
-        return
     for name, only, why in (
         ("tp", 1, "a sum over ranks adds in an order that depends on the size of the batch"),
         ("pp", 1, "the stages of a pipeline run whole batches"),

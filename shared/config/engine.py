@@ -8,7 +8,7 @@ from typing import Any
 from diptych.shared.config.deterministic_flags import check_deterministic
 from diptych.shared.config.parallel import check_parallel_flags
 from diptych.shared.config.speculation_flags import check_speculation
-from diptych.shared.flags.engine_flags import EngineFlags
+from diptych.shared.flags.engine_flags import LORA, RANKS, SPECULATION, TIERS, EngineFlags
 from diptych.shared.flags.flag import flags_of
 
 FLAGS = flags_of(EngineFlags)
@@ -20,11 +20,18 @@ class EngineConfig(EngineFlags):
     that exclude each other raise `ValueError` with flag, value and what is allowed."""
 
     def __post_init__(self) -> None:
+        changed: set[str] = set()  # groups
         for name, flag in FLAGS.items():
-            flag.check(getattr(self, name))
-        check_speculation(self)
-        check_parallel_flags(self)
-        check_deterministic(self)
+            value = getattr(self, name)
+            flag.check(value)
+            if value != flag.default:
+                changed.add(flag.group)
+        if SPECULATION in changed:
+            check_speculation(self)
+        if changed & {RANKS, TIERS, LORA}:
+            check_parallel_flags(self)
+        if self.deterministic:
+            check_deterministic(self)
         if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
             raise ValueError(
                 f"give cuda_graph_bs ({self.cuda_graph_bs!r}) or cuda_graph_max_bs "

@@ -185,9 +185,12 @@ def check_weights(
 ) -> None:
     """Raise `ValueError` if weights of these shapes are larger than the free memory of the device."""
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    num_bytes = num_parameters * dtype.itemsize
+    if quantization is not None:
+        num_bytes = num_weight_bytes(shapes, quantization, dtype)
     name = str(dtype).removeprefix("torch.")
     what = f"{what} of {num_parameters / 1e9:.2f} billion parameters in {name}"
-    check_memory(what, num_weight_bytes(shapes, quantization, dtype), device)
+    check_memory(what, num_bytes, device)
 
 
 def build_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,12 +66,12 @@ class Assembly:
     tp: Collectives = ALONE  # the ranks of tensor parallelism
 
 
+@dataclass
 class Phases:
     """Seconds of the successive phases of a start."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
 
     def end(self, name: str) -> None:
         """Record the time since the last call as the phase `name`."""

@@ -37,13 +37,9 @@ class Plan:
     dtype: torch.dtype  # of activations
     kv_dtype: torch.dtype  # of the KV pool
     kv_scales: Sequence[KVScales] | None  # of all layers; None: 1
+    num_token_ids: int  # ids [0, num_token_ids) have a token; further rows of the head are padding
     ranks: Collectives | None  # the group of this rank; None: it works alone
-
-    @property
-    def tp(self) -> Collectives | None:
-        """The group, if each of its ranks has a part of every layer and makes the same steps."""
-        is_other_group = self.config.pp > 1 or self.config.dp_attention
-        return None if is_other_group else self.ranks
+    tp: Collectives | None  # the group, if each of its ranks has a part of every layer
 
     @property
     def group_device(self) -> torch.device:
@@ -53,13 +49,9 @@ class Plan:
     @cached_property
     def local_config(self) -> ModelConfig:
         """The part of the model that this rank has."""
+        if self.ranks is None:
+            return self.model_config
         return local_model_config(self.model_config, self.config, self.ranks)
-
-    @property
-    def num_token_ids(self) -> int:
-        """Ids [0, num_token_ids) have a token; further rows of the head are padding."""
-        vocab_size = self.model_config.vocab_size
-        return vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.vocab_size)
 
     def component(self, name: str) -> Any:
         """The chosen implementation of a component, loaded now."""
@@ -85,8 +77,13 @@ def make_plan(
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
     check_row_memory(config, device)
     kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
+    num_token_ids = model_config.vocab_size
+    if tokenizer is not None:
+        num_token_ids = min(num_token_ids, tokenizer.vocab_size)
+    tp = None if config.pp > 1 or config.dp_attention else ranks
     return Plan(
-        config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales, ranks,
+        config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales,
+        num_token_ids, ranks, tp,
     )  # fmt: skip
 
 

@@ -43,7 +43,9 @@ def make_pools(plan: Plan, features: Features, model: CausalLM, extras: Extras, 
     memory = size_pools(plan, model, extras, free_before)
     pools = features.component("memory_pool")
     assert config.context_len is not None
-    row_len = config.context_len + num_speculative_slots(config, drafter)
+    row_len = config.context_len
+    if drafter is not None:
+        row_len += num_speculative_slots(config, drafter)
     req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, plan.device)
     allocator = pools.TokenToKVPoolAllocator(memory.num_tokens, config.page_size, plan.device)
     kv_pool = make_kv_pool(plan, features, memory.num_tokens)

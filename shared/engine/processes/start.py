@@ -18,7 +18,7 @@ def start_assembly(config: EngineConfig) -> Assembly:
         from diptych.shared.engine.processes.disaggregated import assemble_disaggregated
 
         return assemble_disaggregated(config)
-    if config.num_ranks == config.dp == 1 and not config.dp_attention:
+    if config.tp == config.pp == config.dp == 1 and not config.dp_attention:
         return assemble(config)
     try:
         from diptych.shared.engine.processes.launcher import assemble_launched, is_launched

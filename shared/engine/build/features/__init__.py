@@ -24,13 +24,13 @@ if TYPE_CHECKING:  # loaded by engines that have them
 FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
     ("changed_parts:Disaggregation", lambda plan: plan.config.disaggregation),
-    ("together:Ranks", lambda plan: plan.config.num_ranks > 1),
+    ("together:Ranks", lambda plan: plan.config.tp > 1 or plan.config.pp > 1),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),
     ("beside_model:RewardHead", lambda plan: plan.model_config.num_labels),
     ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
-    ("beside_model:Lora", lambda plan: plan.config.num_lora_slots),
+    ("beside_model:Lora", lambda plan: plan.config.lora_paths or plan.config.max_loras_per_batch),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),
     ("host_tier:HostTier", lambda plan: plan.config.hicache_tokens is not None),
 )
