@@ -12,13 +12,14 @@ from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import (
     AddReqResult,
     PrefillAdder,
+    PrefillBudget,
     RadixKey,
     SchedulerParts,
     SchedulerState,
     SchedulerStats,
 )
 from diptych.shared.interfaces import scheduler as interface
-from diptych.shared.scheduling.admission import NewTokenRatio, budget_of_step
+from diptych.shared.scheduling.admission import NewTokenRatio
 from diptych.shared.scheduling.lifecycle import Lifecycle
 from diptych.shared.scheduling.pages import mix, prepare_for_extend, retraction_order
 from diptych.shared.scheduling.stop_conditions import held_nan
@@ -87,11 +88,19 @@ class Scheduler(interface.Scheduler):
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """The prompt that was computed in part, and the waiting requests that fit."""
-        parts, requests, running = self.parts, self.requests, self.requests.running
+        config, parts, requests = self.config, self.parts, self.requests
         if requests.chunked_req is None and (requests.batch_is_full or not requests.waiting_queue):
             return None
-        num_reserved = sum(each.num_reserved(running) for each in requests.features)
-        budget = budget_of_step(self.config, self.new_token_ratio.current, len(running), num_reserved)
+        running = requests.running
+        budget = PrefillBudget(
+            page_size=config.page_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunked_prefill_size=config.chunked_prefill_size,
+            new_token_ratio=self.new_token_ratio.current,
+            num_mixed_decode_tokens=len(running) if config.enable_mixed_chunk else 0,
+            num_reserved_tokens=sum(each.num_reserved(running) for each in requests.features),
+            in_batch_prefix_threshold=config.in_batch_prefix_deprioritize_threshold,
+        )
         adder = parts.prefill_adder(budget, parts.tree_cache, parts.allocator, running)
         if requests.chunked_req is not None:
             requests.chunked_req = adder.add_chunked_req(requests.chunked_req)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import PrefillAdder, PrefillBudget, RadixKey, SchedulerFeature
+from diptych.shared.interfaces import PrefillAdder, RadixKey, SchedulerFeature
 from diptych.shared.scheduling.pages import round_down_to_page
 from diptych.shared.types import FinishAbort, Req
 
@@ -98,21 +98,6 @@ def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
         if now - req.run_start_time > config.running_timeout:
             return FinishAbort(f"ran longer than {config.running_timeout} s", 503)
     return None
-
-
-def budget_of_step(
-    config: EngineConfig, new_token_ratio: float, num_running: int, num_reserved_tokens: int = 0
-) -> PrefillBudget:
-    """Limits of a prefill step. `num_running`: requests that decode in the same step."""
-    return PrefillBudget(
-        page_size=config.page_size,
-        max_prefill_tokens=config.max_prefill_tokens,
-        chunked_prefill_size=config.chunked_prefill_size,
-        new_token_ratio=new_token_ratio,
-        num_mixed_decode_tokens=num_running if config.enable_mixed_chunk else 0,
-        num_reserved_tokens=num_reserved_tokens,
-        in_batch_prefix_threshold=config.in_batch_prefix_deprioritize_threshold,
-    )
 
 
 def prefix_key(req: Req, is_bigram: bool) -> RadixKey:

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import SchedulerFeature, SchedulerParts, SchedulerState, SchedulerStats
+from diptych.shared.sampling.logprobs import cut_top
 from diptych.shared.scheduling.admission import Preemption, admit, overdue, turned_away
 from diptych.shared.scheduling.invariants import check_invariants
-from diptych.shared.scheduling.stop_conditions import append_tokens
+from diptych.shared.scheduling.stop_conditions import check_finished
 from diptych.shared.scheduling.waiting_queue import WaitingQueue
 from diptych.shared.types import (
     FinishAbort,
@@ -97,7 +98,15 @@ class Lifecycle:
 
     def append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
         """Append what a step gave a request, up to its end."""
-        num_new = append_tokens(req, token_ids, logprobs, self.parts.decode_text, self.parts.num_token_ids)
+        num_before = len(req.output_ids)
+        req.output_ids += token_ids
+        if req.sampling_params.return_logprob:
+            req.output_logprobs += [cut_top(logprob, req) for logprob in logprobs]
+        check_finished(req, len(token_ids), self.parts.decode_text, self.parts.num_token_ids)
+        if req.finished_len is not None:
+            del req.output_ids[req.finished_len :]  # behind its end, or a NaN's id: no output
+            del req.output_logprobs[req.finished_len :]
+        num_new = len(req.output_ids) - num_before
         if num_new > 0:
             req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
         num_accepted = max(num_new - 1, 0)

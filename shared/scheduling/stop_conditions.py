@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from diptych.shared.sampling.logprobs import cut_top
 from diptych.shared.sampling.sampling_batch import bans_every_token
 from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
@@ -24,7 +23,6 @@ from diptych.shared.types import (
     FinishString,
     FinishToken,
     Req,
-    TokenLogprob,
 )
 
 _WINDOW_SLACK = 8
@@ -61,6 +59,9 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     assert start >= 0
     if req.to_finish is not None:
         req.finished_reason, req.finished_len = req.to_finish, start
+        return
+    if req.max_new_tokens == 0:  # only the prompt's log-probabilities, its KV or its embedding were wanted
+        req.finished_reason, req.finished_len = FinishLength(0), 0
         return
 
     params = req.sampling_params
@@ -144,26 +145,3 @@ def _output_text(req: Req, count: int, decode_text: DecodeText) -> str:
     """Text of the first `count` output ids, as it follows the prompt."""
     context = req.prompt_text_ids[-NUM_CONTEXT_TOKENS:]
     return decode_text(context + req.output_ids[:count])[len(decode_text(context)) :]
-
-
-def append_tokens(
-    req: Req,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-    decode_text: DecodeText,
-    vocab_size: int,
-) -> int:
-    """How many of what one step gave a request are output: up to its end, if one of them is that.
-    `finished_reason` says so. logprobs: of the tokens, or empty if not requested."""
-    if req.max_new_tokens == 0:  # only the prompt's log-probabilities, its KV or its embedding were wanted
-        req.finished_reason, req.finished_len = req.to_finish or FinishLength(0), 0
-        return 0
-    num_before = len(req.output_ids)
-    req.output_ids += token_ids
-    if req.sampling_params.return_logprob:
-        req.output_logprobs += [cut_top(logprob, req) for logprob in logprobs]
-    check_finished(req, len(token_ids), decode_text, vocab_size)
-    if req.finished_len is not None:
-        del req.output_ids[req.finished_len :]  # behind its end, or a NaN's id: no output
-        del req.output_logprobs[req.finished_len :]
-    return len(req.output_ids) - num_before

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.shared.scheduling import stop_conditions
-from diptych.shared.scheduling.stop_conditions import append_tokens, check_finished
+from diptych.shared.scheduling.stop_conditions import check_finished
 from diptych.shared.text.stop_text import REGEX_SECONDS
 from diptych.shared.types import (
     FinishAbort,
@@ -119,17 +119,15 @@ def test_the_error_of_a_request_that_bans_every_token_is_its_own(
 
 
 def test_a_request_of_no_new_tokens_ends_without_output() -> None:
-    req = make_req(max_new_tokens=0, return_logprob=True)
-    assert append_tokens(req, [5], [], never, VOCAB_SIZE) == 0
-    assert_ends(req, FinishLength(0), 0)
-    assert req.output_ids == []
+    assert_ends(
+        feed(make_req(max_new_tokens=0, return_logprob=True), [5], decode_text=never), FinishLength(0), 0
+    )
 
 
 def test_an_error_ends_a_request_of_no_new_tokens() -> None:
     req = make_req(max_new_tokens=0)
     req.to_finish = FinishError("NaN")
-    assert append_tokens(req, [5], [], never, VOCAB_SIZE) == 0
-    assert_ends(req, FinishError("NaN"), 0)
+    assert_ends(feed(req, [5], decode_text=never), FinishError("NaN"), 0)
 
 
 def test_the_last_id_of_the_vocabulary_is_a_token() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-import diptych.shared.scheduling.stop_conditions
+import diptych.shared.scheduling.lifecycle
 from diptych.reference.scheduler import Scheduler
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.reference.speculative.tree import TreeRound
@@ -202,18 +202,18 @@ class KeepsTokensBehindTheEnd(Lifecycle):
     """What was accepted behind a stop token is output too."""
 
     def append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        check = diptych.shared.scheduling.stop_conditions.check_finished
+        check = diptych.shared.scheduling.lifecycle.check_finished
 
         def keeps_all(req, *args):
             check(req, *args)
             if req.finished_len is not None:
                 req.finished_len = len(req.output_ids)
 
-        diptych.shared.scheduling.stop_conditions.check_finished = keeps_all
+        diptych.shared.scheduling.lifecycle.check_finished = keeps_all
         try:
             super().append_tokens(req, token_ids, logprobs)
         finally:
-            diptych.shared.scheduling.stop_conditions.check_finished = check
+            diptych.shared.scheduling.lifecycle.check_finished = check
 
 
 @lifecycle_of_scheduler
