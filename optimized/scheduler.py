@@ -78,6 +78,7 @@ class Scheduler(interface.Scheduler):
         self._catch_up(num_left=num_ahead if is_launched else 0)
         if not requests.live:
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
+            self.new_token_ratio.current = self.new_token_ratio.initial
         return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]

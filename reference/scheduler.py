@@ -68,6 +68,8 @@ class Scheduler(interface.Scheduler):
                     self.process_batch_result(batch, result)
             except BaseException as error:
                 requests.finish_with_error(batch.reqs, error)
+        if not requests.live:
+            self.new_token_ratio.current = self.new_token_ratio.initial
         return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]

@@ -27,9 +27,9 @@ class MyScheduler(Scheduler):
 
         `decoding.num_ahead(running)` batches may be in flight when the next one is chosen: catch up to
         that many before, and once more after a launch. Without a launch, process all of them; also when no
-        request is `live`: nothing may run then. If choosing a batch raises: wait for the device
-        (`pipeline.streams.synchronize`), clear `pipeline.batches`, `requests.abandon(error)`, and raise
-        it."""
+        request is `live`: nothing may run then, and `new_token_ratio.current` is `.initial`
+        again. If choosing a batch raises: wait for the device (`pipeline.streams.synchronize`), clear
+        `pipeline.batches`, `requests.abandon(error)`, and raise it."""
         raise NotImplementedError("TODO one request: choose and launch a batch, then process the one before")
 
     def _launch(self, batch: ScheduleBatch) -> bool:

@@ -20,9 +20,9 @@ class MyScheduler(Scheduler):
         """One batch: end overdue requests (`requests.finish_overdue`), choose a batch
         (`get_next_batch_to_run`), count it (`requests.num_steps`), run it (`decoding.run(batch,
         requests.chunked_req)`), process its result, and return the pending outputs
-        (`requests.take_outputs`). An exception while a batch is chosen is raised again after
-        `requests.abandon(error)`. A later exception ends the requests of the batch
-        (`requests.finish_with_error`)."""
+        (`requests.take_outputs`). If no request is `live` then, `new_token_ratio.current` is `.initial`
+        again. An exception while a batch is chosen is raised again after `requests.abandon(error)`. A later
+        exception ends the requests of the batch (`requests.finish_with_error`)."""
         raise NotImplementedError("TODO one request: the loop body of continuous batching")
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:

@@ -164,6 +164,8 @@ class PipelineScheduler(Scheduler):
             self._launch(batch)
         if len(self.under_way) == self.stage.ranks.size or (self.under_way and batch is None):
             self._process(self.under_way.popleft())
+        if not requests.live:
+            self.new_token_ratio.current = self.new_token_ratio.initial
         return requests.take_outputs()
 
     # --8<-- [end:pipeline-step]

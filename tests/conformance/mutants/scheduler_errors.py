@@ -7,6 +7,8 @@ from tests.conformance.mutants.optimized_scheduler import bug
 # fmt: off
 bug("RatioStaysAfterARetraction", "Admission after a retraction takes as much as before it.",
     ("scheduler", "self.new_token_ratio.raise_after_retraction(requests.running)", "pass"))
+bug("RatioOutlivesTheRequests", "An idle scheduler admits as much as its last requests allowed.",
+    ("scheduler", "self.new_token_ratio.current = self.new_token_ratio.initial", "pass"))
 bug("FullForMoreImportantOnes", "A more important request waits until a running one leaves.",
     ("shared.scheduling.lifecycle", "self.batch_is_full = False  # it may preempt", "pass"))
 bug("RidIsFreeAtTheEnd", "A request may take the id of one whose end is not reported yet.",
