@@ -1,0 +1,1 @@
+"""Builds an engine from its configuration."""
