@@ -8,7 +8,9 @@ and writes the dummy page.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -64,7 +66,7 @@ class PaddedVectors:
     """Vectors of one type, [max_bs] each, at fixed addresses: the batch, then padding."""
 
     def __init__(
-        self, padding: dict[str, float], max_bs: int, dtype: torch.dtype, device: torch.device
+        self, padding: Mapping[str, float], max_bs: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         width = -(-max_bs // 16) * 16  # every vector starts as aligned as the first
         self.padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None].repeat(1, width).to(device)
@@ -74,6 +76,10 @@ class PaddedVectors:
 
     def head(self, name: str, size: int) -> torch.Tensor:
         return self.values[self.rows[name], :size]
+
+    def heads(self, size: int, num: int | None = None) -> dict[str, Any]:
+        """The first `num` vectors, or all, by name."""
+        return {name: self.head(name, size) for name in list(self.rows)[:num]}
 
     # --8<-- [start:load-padded]
     def load(self, vectors: list[torch.Tensor], size: int) -> None:
@@ -134,10 +140,9 @@ class DecodeBuffers:
         """The batch of the first `size` rows, which are padding until a batch is loaded."""
         self.ints.values.copy_(self.ints.padding)
         self._loaded = None
-        inputs = list(self.ints.rows)[:5]
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            **{name: self.ints.head(name, size) for name in inputs},
+            **self.ints.heads(size, 5),
             extend_seq_lens=self.ones[:size],
             extend_start_loc=self.numbers[:size],
             seq_lens_cpu=(1,) * size,
@@ -150,8 +155,9 @@ class DecodeBuffers:
 
     def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:
         return SamplingBatchInfo(
-            **{name: self.ints.head(name, size) for name in ("top_ks", "seeds")},
-            **{name: self.floats.head(name, size) for name in self.floats.rows},
+            top_ks=self.ints.head("top_ks", size),
+            seeds=self.ints.head("seeds", size),
+            **self.floats.heads(size),
             is_greedy=self.bools.head("is_greedy", size),
             is_all_greedy=kind is SamplingKind.GREEDY,
             needs_filter=kind is SamplingKind.FILTERED,

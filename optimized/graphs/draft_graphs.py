@@ -105,7 +105,7 @@ class DraftGraphs:
         """The first `size` rows, which are padding until a batch is loaded."""
         return DraftBatch(
             reqs=[],
-            **{name: self.draft_ints.head(name, size) for name in self.draft_ints.rows},
+            **self.draft_ints.heads(size),
             seq_lens_cpu=(self.max_len,) * size,
             slots=self.slots.head("slots", size * self.num_slots).view(size, self.num_slots),
         )
@@ -115,8 +115,8 @@ class DraftGraphs:
         num_tokens = size * self.num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
-            **{name: self.token_ints.head(name, num_tokens) for name in self.token_ints.rows},
-            **{name: self.extend_ints.head(name, size) for name in list(self.extend_ints.rows)[:3]},
+            **self.token_ints.heads(num_tokens),
+            **self.extend_ints.heads(size, 3),
             extend_seq_lens=self.num_each[:size],
             extend_start_loc=self.starts[:size],
             seq_lens_cpu=(self.max_len + self.num_rows,) * size,

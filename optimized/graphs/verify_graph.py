@@ -79,8 +79,8 @@ class VerifyBuffers:
             vectors.values.copy_(vectors.padding)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            **{name: self.node_ints.head(name, num_nodes) for name in list(self.node_ints.rows)[:3]},
-            **{name: self.ints.head(name, size) for name in self.ints.rows},
+            **self.node_ints.heads(num_nodes, 3),
+            **self.ints.heads(size),
             extend_seq_lens=self.num_each[:size],
             extend_start_loc=self.starts[:size],
             seq_lens_cpu=self.padding_lens(size),
@@ -95,8 +95,9 @@ class VerifyBuffers:
     def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:
         num_nodes = size * self.num_nodes
         return SamplingBatchInfo(
-            **{name: self.node_ints.head(name, num_nodes) for name in ("top_ks", "seeds")},
-            **{name: self.floats.head(name, num_nodes) for name in self.floats.rows},
+            top_ks=self.node_ints.head("top_ks", num_nodes),
+            seeds=self.node_ints.head("seeds", num_nodes),
+            **self.floats.heads(num_nodes),
             is_greedy=self.bools.head("is_greedy", num_nodes),
             is_all_greedy=kind is SamplingKind.GREEDY,
             needs_filter=kind is SamplingKind.FILTERED,
