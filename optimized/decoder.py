@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from diptych.optimized.layers import (
     MLP,
@@ -80,7 +81,7 @@ class DecoderAttention(AttentionModules):
 
 
 class DecoderLayer(LayerModules):
-    attention_class = DecoderAttention
+    attention_class: type[nn.Module] = DecoderAttention
     mla_class = MLAAttention
     mlp_class = MLP
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from diptych.reference.layers import MLP, Linear
 from diptych.reference.mla.mla_model import MLAAttention
@@ -57,7 +58,7 @@ class DecoderAttention(AttentionModules):
 
 
 class DecoderLayer(LayerModules):
-    attention_class = DecoderAttention
+    attention_class: type[nn.Module] = DecoderAttention
     mla_class = MLAAttention
     mlp_class = MLP
 

@@ -125,7 +125,9 @@ class CausalLMModules(CausalLM):
         self.model = BodyModules(config, layers, moe, tp, self.layer_class)
         # A tied head is the embedding itself.
         num_rows = self.model.embed_tokens.num_embeddings
-        self.lm_head = None if config.tie_word_embeddings else self.linear_class(config.hidden_size, num_rows)
+        self.lm_head: Any = None
+        if not config.tie_word_embeddings:
+            self.lm_head = self.linear_class(config.hidden_size, num_rows)
 
 
 class GemmaEnds(CausalLM):
@@ -133,8 +135,9 @@ class GemmaEnds(CausalLM):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings times the square root of hidden_size, rounded to the embedding's type."""
-        x = super().embed(input_ids)
+        x = super().embed(input_ids)  # type: ignore[safe-super]
         return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_cap)
+        logits = super().compute_logits(hidden_states)  # type: ignore[safe-super]
+        return soft_cap(logits, self.config.final_logit_cap)
