@@ -73,8 +73,8 @@ class _LoraLinear(nn.Module):
     def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> Stream:
         h = self._shrink(x)
         stream: Stream = self.base.add_later(residual, x)
-        is_in_parts = isinstance(stream.pending, PartialSums)
-        self._add(stream.pending.parts[0] if is_in_parts else stream.residual, h)
+        pending = stream.pending
+        self._add(pending.parts[0] if isinstance(pending, PartialSums) else stream.residual, h)
         return stream
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class SiluAndMul(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """[..., n], [..., n] -> [..., n] of the same dtype, contiguous; silu and the product in float32. gate
+        """[..., n], [..., n] -> [..., n] of the same dtype, contiguous; computed in float32. gate
         and up may be views: the halves of the rows of one tensor."""
 
 
