@@ -13,7 +13,7 @@ from diptych.shared.engine.requests.embedding import NO_TOKENS, finish_embedding
 from diptych.shared.server.api.answers import check_model
 from diptych.shared.server.api.errors import bad_request
 from diptych.shared.server.api.generation import Generation
-from diptych.shared.server.api.protocol import Body
+from diptych.shared.server.api.protocol import Body, Key, Priority
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.state import ServerState
 
@@ -23,8 +23,8 @@ class PoolingRequest(Body):
 
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
-    cache_salt: str | None = None
-    priority: int = 0
+    cache_salt: Key | None = None
+    priority: Priority = 0
     user: str | None = None  # not used
 
 

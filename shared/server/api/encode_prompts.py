@@ -66,7 +66,7 @@ class Prompts:
         if len(prompts) > MAX_PROMPTS:
             raise bad_request(f"{field} takes at most {MAX_PROMPTS} entries, got {len(prompts)}", field)
         return [
-            await self.of_text(each, field, add_special_tokens) if isinstance(each, str) else list(each)
+            await self.of_text(each, field, add_special_tokens) if isinstance(each, str) else each
             for each in prompts
         ]
 
@@ -150,8 +150,6 @@ class Prompts:
         ready = self.ready
         if not prompt:
             raise bad_request("the prompt is empty; it needs at least one token", field)
-        if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
-            raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", field)
         limit = min(ready.context_len, ready.max_total_tokens)
         if len(prompt) >= limit:
             raise ApiError(
@@ -161,6 +159,8 @@ class Prompts:
                 param=field,
                 code="context_length_exceeded",
             )
+        if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
+            raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", field)
         if params is None:
             return
         if len(prompt) + params.max_new_tokens > ready.context_len:

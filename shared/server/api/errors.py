@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from diptych.shared.server.http.limits import MAX_FIELD_CHARS, MAX_MESSAGE_CHARS
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -29,7 +31,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + " ..."
         self.param = param
         self.code = code
 
@@ -71,8 +73,6 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
 
 # ---- what pydantic finds ----
 
-MAX_FIELD_CHARS = 200
-
 
 def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """400 that names the wrong field: of the forms that a field may have, the one that was matched deepest,
@@ -88,7 +88,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         field, message = "", "the body is not valid JSON"
     else:
         message = f"{field}: {_message_of(error)}" if field else _message_of(error)
-    return bad_request(message[:500], field or None)
+    return bad_request(message, field or None)
 
 
 def _place_of(error: Mapping[str, Any], body: Any) -> list[str]:

@@ -113,7 +113,7 @@ class Generation:
         """Lists of what came meanwhile, one delta for each choice at most. Raises
         `ApiError` when a sample is refused, aborted or fails: then the others end too."""
         try:
-            self._submit()
+            await self._submit()
             num_open = len(self.samples)
             while num_open:
                 await self._arrived.wait()
@@ -134,8 +134,10 @@ class Generation:
         is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
         self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
 
-    def _submit(self) -> None:
+    async def _submit(self) -> None:
         for sample in self.samples:
+            if sample.index:
+                await asyncio.sleep(0)  # a long prompt with many samples must not keep others waiting
             prompt, k = self.prompts[sample.index // self.params.n], sample.index % self.params.n
             message = Generate(
                 rid=sample.rid,

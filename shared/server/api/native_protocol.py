@@ -11,11 +11,15 @@ from diptych.shared.server.api.protocol import (
     MAX_TOP_LOGPROBS,
     Body,
     Choices,
+    Id,
     Int64,
     Message,
+    Priority,
     Schema,
+    TokenIds,
     texts_of,
 )
+from diptych.shared.server.http.limits import MAX_ID_CHARS
 
 
 class TokenizeRequest(Body):
@@ -52,7 +56,7 @@ class NativeSamplingParams(Body):
     sampling_seed: Int64 | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -81,28 +85,28 @@ class NativeRequest(Body):
     return_logprob: bool = False
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     logprob_start_len: int = -1
-    priority: int = 0
+    priority: Priority = 0
     lora_path: str | None = None  # SGLang's word for the name of a loaded adapter
-    rid: Annotated[str, Field(min_length=1)] | None = None  # echoed, and a name for /abort_request
+    rid: Id | None = None  # echoed, and a name for /abort_request
 
 
 class LoadLoraRequest(Body):
     """/load_lora_adapter"""
 
-    lora_name: Annotated[str, Field(min_length=1)]
+    lora_name: Id
     lora_path: Annotated[str, Field(min_length=1)]
 
 
 class UnloadLoraRequest(Body):
     """/unload_lora_adapter"""
 
-    lora_name: str
+    lora_name: Id
 
 
 class AbortRequest(Body):
     """/abort_request: one of the two."""
 
-    rid: str | None = None
+    rid: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     abort_all: bool = False
 
 

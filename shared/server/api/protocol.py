@@ -1,68 +1,26 @@
-"""The bodies of requests, validated. An unknown field with a value is refused by name; `null` and `false` are
-accepted anywhere, because public clients send their defaults."""
+"""The bodies of requests to OpenAI's routes, and what sampling takes."""
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
+from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.errors import bad_request, first_word
+from diptych.shared.server.http.limits import MAX_ID_CHARS, MAX_KEY_CHARS, MAX_NAMES, MAX_PRIORITY
 from diptych.shared.types import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 MAX_SAMPLES = 256
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
-
-class Body(BaseModel):
-    """Base of all bodies."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        _check_values(data)
-        return {
-            name: value
-            for name, value in data.items()
-            if value is not None and not (value is False and name not in cls.model_fields)
-        }
-
-
-def _check_values(data: dict[str, Any]) -> None:
-    """Refuse what JSON has and no later step can take: half of a surrogate pair, and numbers like 1e999."""
-    wrong = [name for name, value in data.items() if not (_is_valid(name) and _is_valid(value))]
-    if wrong:
-        loc = (wrong[0],) if _is_valid(wrong[0]) else ()
-        error = PydanticCustomError("invalid_value", "texts must be valid Unicode, and numbers finite")
-        raise ValidationError.from_exception_data("body", [{"type": error, "loc": loc, "input": None}])
-
-
-def _is_valid(value: Any) -> bool:
-    """Whether texts of a JSON value are valid Unicode, and its numbers finite. It may be nested deeply."""
-    open_values = [value]
-    while open_values:
-        value = open_values.pop()
-        if isinstance(value, dict):
-            open_values += [*value, *value.values()]
-        elif isinstance(value, list):
-            open_values += value if set(map(type, value)) != {int} else []  # token ids need no look
-        elif isinstance(value, str):
-            if not value.isascii() and _SURROGATE.search(value):
-                return False
-        elif isinstance(value, float) and not math.isfinite(value):
-            return False
-    return True
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_NAMES)]
+Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
 
 
 class StreamOptions(Body):
@@ -158,7 +116,7 @@ class SamplingFields(GrammarFields):
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     best_of: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     stop_regex: str | list[str] | None = None
     seed: Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -169,9 +127,9 @@ class SamplingFields(GrammarFields):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
-    priority: int = 0
-    routing_key: str | None = None
-    cache_salt: str | None = None
+    priority: Priority = 0
+    routing_key: Key | None = None
+    cache_salt: Key | None = None
     return_tokens_as_token_ids: bool = False
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -26,6 +26,7 @@ from diptych.shared.server.api.protocol import (
     ChatRequest,
     Function,
     FunctionCall,
+    Key,
     Message,
     Tool,
     ToolCall,
@@ -156,11 +157,11 @@ class ResponsesRequest(Body):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["disabled"] = "disabled"
-    prompt_cache_key: str | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    prompt_cache_key: Key | None = None
+    metadata: dict[str, Key] = Field(default_factory=dict, max_length=16)  # OpenAI's limits; it is echoed
+    user: Key | None = None
+    safety_identifier: Key | None = None
+    service_tier: Key | None = None
 
 
 def add_responses_routes(app: FastAPI, state: ServerState) -> None:
@@ -231,7 +232,9 @@ def _add_to_answer(messages: list[Message], item: MessageItem | ReasoningItem | 
         if last is None:
             messages.append(last := Message(role="assistant"))
         function = FunctionCall(name=item.name, arguments=item.arguments)
-        last.tool_calls = [*(last.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+        if last.tool_calls is None:
+            last.tool_calls = []
+        last.tool_calls.append(ToolCall(id=item.call_id, function=function))
     elif isinstance(item, ReasoningItem):
         messages.append(Message(role="assistant", reasoning_content=_text_of(item.content or item.summary)))
     elif last is not None and last.content is None and last.tool_calls is None:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from diptych.shared.server.api import chat, completions
@@ -19,7 +20,8 @@ from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
 from diptych.shared.server.engine.engine_client import EngineDead
 from diptych.shared.server.http.admin import add_admin_routes
-from diptych.shared.server.http.middleware import ApiKeys, BodyLimit
+from diptych.shared.server.http.bodies import BodyLimit, BodyRoute
+from diptych.shared.server.http.middleware import ApiKeys
 from diptych.shared.server.http.request_log import RequestLog
 from diptych.shared.server.http.state import ServerState
 from diptych.shared.server.http.status import add_status_routes
@@ -28,10 +30,12 @@ from diptych.shared.server.http.status import add_status_routes
 def create_app(state: ServerState) -> FastAPI:
     """The application of a ready engine."""
     app = FastAPI(title="Diptych", docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     app.state.server = state
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(EngineDead, _on_dead_engine)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ValidationError, _on_unfit_values)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_openai_routes(app, state)
     add_responses_routes(app, state)
@@ -41,7 +45,8 @@ def create_app(state: ServerState) -> FastAPI:
     _add_health_routes(app, state)
     add_native_routes(app, state)
     add_admin_routes(app, state)
-    app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes)
+    max_image_bytes = state.settings.max_image_bytes if state.ready.vision is not None else 0
+    app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes + max_image_bytes)
     if state.settings.api_keys:
         app.add_middleware(ApiKeys, keys=state.settings.api_keys)
     app.add_middleware(RequestLog)
@@ -125,6 +130,15 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     """FastAPI's 422 as a 400."""
     assert isinstance(error, RequestValidationError)
     return await _on_api_error(request, invalid_body(error.errors(), error.body))
+
+
+async def _on_unfit_values(request: Request, error: Exception) -> Response:
+    """A valid body whose translation into another API's is none: it has too many messages, for one."""
+    assert isinstance(error, ValidationError)
+    found = error.errors(include_url=False, include_input=False)
+    return await _on_api_error(
+        request, invalid_body([{**each, "loc": ("", *each["loc"])} for each in found], {})
+    )
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

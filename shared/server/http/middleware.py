@@ -1,4 +1,4 @@
-"""What guards every route: the limit of a body, and API keys."""
+"""What guards every route: API keys."""
 
 from __future__ import annotations
 
@@ -10,74 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.shared.server.api.errors import ApiError
 
-MAX_DISCARDED = 4
-"""Times the longest body: so much of a body that is too long is read and discarded."""
-
 PUBLIC_PATHS = ("/", "/health", "/ready")
 """Answered without an API key, for probes and routers. The page at / holds no data: it asks for /status with
 the key."""
-
-
-class BodyLimit:
-    """413 for a body that is too long, counted while it is read; 415 for one that is not JSON."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_bytes:
-            await self._discard(receive)
-            await send_error(ApiError(413, f"the body exceeds {self.max_bytes} bytes"), scope, send)
-            return
-        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        has_body = int(length) > 0 or b"transfer-encoding" in headers
-        if scope["method"] == "POST" and kind != b"application/json" and has_body:
-            await self._discard(receive)
-            await send_error(ApiError(415, "the body must be application/json"), scope, send)
-            return
-        await self._run_with_limit(scope, receive, send)
-
-    async def _run_with_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application may turn the exception that ends its reading into an answer of its own. That one is
-        dropped."""
-        error = ApiError(413, f"the body exceeds {self.max_bytes} bytes")
-        num_bytes = 0
-
-        async def counting_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
-                raise error
-            return message
-
-        async def send_within_limit(message: Message) -> None:
-            if num_bytes <= self.max_bytes:
-                await send(message)
-
-        try:
-            await self.app(scope, counting_receive, send_within_limit)
-        except ApiError as raised:
-            if raised is not error:
-                raise
-        if num_bytes > self.max_bytes:
-            await self._discard(receive)
-            await send_error(error, scope, send)
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read what a client is still sending, within reason: one that writes does not read the answer."""
-        num_bytes = 0
-        while num_bytes <= MAX_DISCARDED * self.max_bytes:
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if not message.get("more_body"):
-                return
 
 
 class ApiKeys:

@@ -13,6 +13,7 @@ from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.protocol import SamplingFields
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready
+from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.types import SamplingParams
 
@@ -25,7 +26,8 @@ class ServerSettings:
     port: int = 8000
     served_model_name: str | None = None  # default: the engine's `model`
     api_keys: tuple[str, ...] = ()  # empty: no key needed, and admin routes answer loopback only
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429
     drain_seconds: float = 30.0  # after SIGTERM, for running requests to end
     write_timeout: float = 60.0  # seconds that one write to a slow reader may take

@@ -23,8 +23,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.bodies import BodyLimit
 from diptych.shared.server.http.connections import until_disconnect
-from diptych.shared.server.http.middleware import BodyLimit
+from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 
 HOP_HEADERS = {
     "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length",
@@ -42,7 +43,7 @@ class RouterSettings:
     balance_rel: float = 1.5  # ... and the largest is more than so many times the smallest
     max_tree_chars: int = 2**24  # for each replica
     health_interval: float = 5.0  # seconds
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES + MAX_IMAGE_BYTES  # its servers have their own limits
 
 
 @dataclass(eq=False)

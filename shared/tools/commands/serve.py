@@ -37,7 +37,10 @@ def serve(
     max_live_requests: Annotated[
         int, _option("Requests in the engine at one time; beyond: 429.", min=1)
     ] = 1024,
-    max_body_mib: Annotated[int, _option("Longest body, in MiB; beyond: 413.", min=1)] = 32,
+    max_body_mib: Annotated[int, _option("Longest body, in MiB; beyond: 413.", min=1)] = 8,
+    max_image_mib: Annotated[
+        int, _option("MiB of a body in addition, where the model takes images.", min=0)
+    ] = 24,
     drain_seconds: Annotated[
         float, _option("After SIGTERM, seconds for running requests to end.", min=0)
     ] = 30.0,
@@ -80,6 +83,7 @@ def serve(
         served_model_name=served_model_name,
         api_keys=api_keys,
         max_body_bytes=max_body_mib * 2**20,
+        max_image_bytes=max_image_mib * 2**20,
         max_live_requests=max_live_requests,
         drain_seconds=drain_seconds,
         write_timeout=write_timeout,
