@@ -18,8 +18,8 @@ from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import EngineClient, EngineDead
 from diptych.shared.server.engine.engine_process import EXIT_ENGINE_DIED
 from diptych.shared.server.http.app import create_app
-from diptych.shared.server.http.connections import listen
-from diptych.shared.server.http.request_log import log_to_stderr
+from diptych.shared.server.http.connections import listen, server_config
+from diptych.shared.server.http.request_log import log_sparsely, log_to_stderr
 from diptych.shared.server.http.state import ServerSettings, ServerState
 from diptych.shared.text.tokenizer import Tokenizer
 
@@ -47,6 +47,7 @@ async def run_server(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code. `announce` is called once requests
     are answered, with the port."""
+    log_sparsely()
     if settings.log_requests:
         log_to_stderr()
     listener = listen(settings.host, settings.port)
@@ -64,9 +65,7 @@ async def run_server(
             model_name = settings.served_model_name or config.model
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready))
             state.adapters.update(config.lora_paths)
-            server = _Server(
-                uvicorn.Config(create_app(state), log_level="warning", access_log=False, lifespan="off")
-            )
+            server = _Server(server_config(create_app(state), lifespan="off"))
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)

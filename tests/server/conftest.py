@@ -20,6 +20,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def locked_server() -> Iterator[RunningServer]:
-    """One that asks for one of two API keys, and writes the request log."""
-    with serving("--api-key", "secret", "--api-key", "other", "--log-requests") as server:
+    """One that asks for one of two API keys, or an admin key, and writes the request log."""
+    keys = ("--api-key", "secret", "--api-key", "other", "--admin-key", "root")
+    with serving(*keys, "--log-requests") as server:
         yield server

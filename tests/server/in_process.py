@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
+from diptych.shared.server.api.prompts import Prompts
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import load_tokenizer
 from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.server.api.prompts import Prompts
 from diptych.shared.server.engine.engine_client import Delta, Live
 from diptych.shared.server.engine.messages import Finish, Generate, Load, Ready, encode
 from diptych.shared.server.http.app import create_app
@@ -78,7 +78,7 @@ def make_app(context_len: int = 131_072, **settings: Any) -> tuple[Any, FakeClie
     config = EngineConfig(model="tiny-dense")
     tokenizer = load_tokenizer(config, resolve_model_path(config.model, config.load_format))
     ready: Any = Ready(
-        version=0, context_len=context_len, vocab_size=1024, num_token_ids=tokenizer.vocab_size,
+        version=0, context_len=context_len, vocab_size=2**17, num_token_ids=tokenizer.vocab_size,
         max_total_tokens=2 * context_len, max_running_requests=64, max_queued_requests=None,
         eos_token_ids=[0], num_labels=0, vision=None, description={}, startup_seconds={},
     )  # fmt: skip

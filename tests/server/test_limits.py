@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
 from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.access import Caller
 from diptych.shared.server.http.admin import add_admin_routes
 from diptych.shared.server.http.state import ServerSettings
 from tests.server.running import RunningServer, serving
@@ -245,13 +246,12 @@ def test_a_flush_ends_with_its_client() -> None:
         pass
 
     async def ask() -> None:
-        state: Any = SimpleNamespace(
-            client=SimpleNamespace(control=control), settings=ServerSettings(api_keys=("key",))
-        )
+        state: Any = SimpleNamespace(client=SimpleNamespace(control=control), settings=ServerSettings())
         app = FastAPI()
         app.add_exception_handler(ApiError, lambda *_: PlainTextResponse())
         add_admin_routes(app, state)
         scope = {"type": "http", "method": "POST", "path": "/flush_cache", "headers": []}
+        scope["diptych.caller"] = Caller("", "", is_admin=True)
         await asyncio.wait_for(app({**scope, "query_string": b"timeout=600"}, receive, send), 20)
         assert len(calls) > 1
 

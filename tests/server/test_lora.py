@@ -45,7 +45,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def lora_server(paths: dict[str, str]) -> Iterator[RunningServer]:
-    with serving("--lora-paths", f"first={paths['first']}", "--max-total-tokens", "4096") as server:
+    root = str(Path(paths["second"]).parent)
+    flags = ("--lora-paths", f"first={paths['first']}", "--lora-root", root, "--max-total-tokens", "4096")
+    with serving(*flags) as server:
         yield server
 
 

@@ -27,6 +27,7 @@ from diptych.shared.server.router.router import (
     prompt_text,
 )
 from tests.properties import given, settings, st
+from tests.server import in_process
 from tests.server.running import serving
 
 A, B = Replica("http://a"), Replica("http://b")
@@ -190,7 +191,16 @@ class FakeServer:
             return StreamingResponse(self._slowly(request), media_type="text/event-stream")
         forwarded = request.headers.getlist("x-forwarded-for")
         key = request.headers.get("authorization")
-        return JSONResponse({"from": self.name, "key": key, "forwarded": forwarded})
+        facts = {"from": self.name, "key": key, "forwarded": forwarded, "names": [*request.headers]}
+        answer = JSONResponse(facts)
+        for name, value in (
+            ("Set-Cookie", "a"),
+            ("Set-Cookie", "b"),
+            ("Connection", "X-Hop"),
+            ("X-Hop", "1"),
+        ):
+            answer.headers.append(name, value)
+        return answer
 
     async def _slowly(self, request: Request) -> AsyncIterator[str]:
         try:
@@ -215,10 +225,9 @@ def fakes() -> Iterator[list[FakeServer]]:
 
 
 @contextlib.asynccontextmanager
-async def client_of(router: Router) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(router.app, client=("203.0.113.9", 1))
-    async with router._lifespan(router.app), httpx.AsyncClient(transport=transport, base_url="http://r") as c:
-        yield c
+async def client_of(router: Router, address: str = "127.0.0.1") -> AsyncIterator[httpx.AsyncClient]:
+    async with router._lifespan(router.app), in_process.client_of(router.app, address) as client:
+        yield client
 
 
 def test_requests_with_one_prefix_go_to_one_server(fakes: list[FakeServer]) -> None:
@@ -246,14 +255,37 @@ def test_requests_with_one_prefix_go_to_one_server(fakes: list[FakeServer]) -> N
 
 
 def test_a_server_gets_the_address_of_the_client(fakes: list[FakeServer]) -> None:
-    """The administration answers loopback addresses: a client must not choose its own."""
+    """The administration answers this computer, but no proxy: a client must not seem to be there. Nor can it
+    slip in a header by which the server would know a proxy's other clients."""
 
     async def play() -> None:
         router = Router([fakes[0].url])
-        async with client_of(router) as client:
+        async with client_of(router, "203.0.113.9") as client:
             headers = [("X-Forwarded-For", "127.0.0.1"), ("x-forwarded-for", "::1")]
             answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
             assert answer.json()["forwarded"] == ["203.0.113.9"]
+
+    asyncio.run(play())
+
+
+def test_headers_of_one_connection_are_not_passed_on(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        async with client_of(Router([fakes[0].url])) as client:
+            names = (
+                "Proxy-Authorization",
+                "TE",
+                "Trailer",
+                "X-Hop",
+                "X-Real-IP",
+                "Forwarded",
+                "Via",
+                "X-Kept",
+            )
+            headers = {**dict.fromkeys(names, "a"), "Connection": "keep-alive, X-Hop"}
+            answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert {name.lower() for name in names} & {*answer.json()["names"]} == {"x-kept"}
+            assert answer.headers.get_list("set-cookie") == ["a", "b"]
+            assert not {"x-hop"} & {*answer.headers}
 
     asyncio.run(play())
 

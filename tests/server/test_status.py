@@ -55,7 +55,7 @@ def test_the_page_is_public_and_its_data_are_not(locked_server: RunningServer) -
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(url + path, timeout=60)
         assert caught.value.code == 401
-    request = urllib.request.Request(url + "/status", headers={"Authorization": "Bearer secret"})
+    request = urllib.request.Request(url + "/status", headers={"Authorization": "Bearer root"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["model"] == "tiny-dense"
     body = {"messages": SUM, "max_tokens": 2}

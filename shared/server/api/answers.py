@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.errors import ApiError
 from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import EventStream, until_disconnect
 from diptych.shared.server.http.state import ServerState
 
@@ -40,6 +41,7 @@ async def respond(
 ) -> Response:
     """The chunks as a stream, written by `write`, or folded with the usage. The status is known before the
     first byte: the first chunk is awaited, which the engine gives only once it has taken the request."""
+    generation.belong_to(caller_of(request))
     if is_stream:
         first = await until_disconnect(request, anext(chunks))
         timeout = request.app.state.server.settings.write_timeout

@@ -14,6 +14,7 @@ from diptych.shared.server.api.answers import check_model
 from diptych.shared.server.api.errors import bad_request
 from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.protocol import Body, Key, Priority
+from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.state import ServerState
 
@@ -38,7 +39,7 @@ class EmbeddingRequest(PoolingRequest):
 def add_embedding_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
-        vectors, num_tokens = await until_disconnect(request, _vectors(body, state, num_labels=0))
+        vectors, num_tokens = await until_disconnect(request, _vectors(body, request, state, num_labels=0))
         size = len(vectors[0])
         if body.dimensions is not None and body.dimensions > size:
             raise bad_request(f"dimensions must be at most {size}, got {body.dimensions}", "dimensions")
@@ -54,13 +55,13 @@ def add_embedding_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/classify")
     async def classify(body: PoolingRequest, request: Request) -> dict[str, Any]:
-        vectors, num_tokens = await until_disconnect(request, _vectors(body, state, num_labels=1))
+        vectors, num_tokens = await until_disconnect(request, _vectors(body, request, state, num_labels=1))
         data = [{"object": "scores", "index": i, "scores": v} for i, v in enumerate(vectors)]
         return _answer(data, num_tokens, body, state)
 
 
 async def _vectors(
-    body: PoolingRequest, state: ServerState, num_labels: int
+    body: PoolingRequest, request: Request, state: ServerState, num_labels: int
 ) -> tuple[list[list[float]], int]:
     """One for each prompt, and the number of prompt tokens. num_labels: 0 for embeddings."""
     check_model(body.model, state)
@@ -83,6 +84,7 @@ async def _vectors(
         lora=state.adapter_of(body.model),
         is_pooling=True,
     )
+    generation.belong_to(caller_of(request))
     found: dict[int, list[float]] = {}
     async for deltas in generation.run():
         found |= {index: delta.embedding for index, delta in deltas if delta.embedding is not None}

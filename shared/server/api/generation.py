@@ -7,11 +7,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from diptych.shared.sampling.sampling_batch import derive_seed
 from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.engine.engine_client import Delta, EngineClient, EngineDead, Live
 from diptych.shared.server.engine.messages import Finish, Generate
+from diptych.shared.server.http.access import Caller
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import SamplingParams
@@ -76,7 +78,7 @@ class Generation:
         self.metrics = metrics
         self.prompts = list(prompts)
         self.params = params
-        self.request_fields = {
+        self.request_fields: dict[str, Any] = {
             "extra_key": extra_key,
             "priority": priority,
             "routing_key": routing_key,
@@ -87,6 +89,7 @@ class Generation:
         }
         self.seed = seed
         self.name = name
+        self._caller: Caller | None = None
         base = uuid.uuid4().hex
         self.samples = [
             Sample(i * params.n + k, f"{base}-{i}-{k}", len(prompt), is_first_of_prompt=k == 0)
@@ -96,6 +99,14 @@ class Generation:
         self.start_time = time.monotonic()
         self.num_reasoning_tokens = 0  # counted where the text is split
         self._arrived = asyncio.Event()
+
+    def belong_to(self, caller: Caller) -> None:
+        """Before it runs. Clients with different keys share no cached prefix: its length in `usage` would
+        tell whether another's prompt begins like a guess."""
+        self._caller = caller
+        self.request_fields["client"] = caller.name
+        if caller.has_others:
+            self.request_fields["extra_key"] = f"{caller.owner}:{self.request_fields['extra_key'] or ''}"
 
     @property
     def usage(self) -> Usage:
@@ -135,6 +146,7 @@ class Generation:
         self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
 
     async def _submit(self) -> None:
+        assert self._caller is not None, "a request without an owner would share its prefixes with all"
         for sample in self.samples:
             if sample.index:
                 await asyncio.sleep(0)  # a long prompt with many samples must not keep others waiting
@@ -151,7 +163,9 @@ class Generation:
                 text_ids = [] if self.request_fields["input_embeds"] else prompt
                 detokenizer = self.client.detokenizer(self.tokenizer, self.params, text_ids)
             try:
-                self.client.generate(message, Live(detokenizer, self._deliver_to(sample), self.name))
+                self.client.generate(
+                    message, Live(detokenizer, self._deliver_to(sample), self.name, self._caller.owner)
+                )
             except EngineDead as error:
                 raise ApiError(503, f"the engine is not running: {error}") from None
             except OverflowError:

@@ -83,6 +83,7 @@ class Live:
     detokenizer: Detokenizer | None
     deliver: Callable[[Delta], None]
     name: str | None = None  # an id of the client's; several requests may have the same
+    owner: str = ""  # of the request: a digest of the client's key
 
 
 class EngineClient:
@@ -162,9 +163,11 @@ class EngineClient:
         self._lives[message.rid] = live
         self._to_engine.send(data)
 
-    def rids_of(self, name: str) -> list[str]:
-        """The live requests with this id, which is a client's or one of the server's own."""
-        return [rid for rid, live in self._lives.items() if name in (rid, live.name)]
+    def rids_of(self, name: str, owner: str | None = None) -> list[str]:
+        """The live requests with this id, which is a client's or one of the server's own. `owner`: only those
+        of this client."""
+        found = [(rid, live) for rid, live in self._lives.items() if name in (rid, live.name)]
+        return [rid for rid, live in found if owner in (None, live.owner)]
 
     def abort(self, rids: Iterable[str]) -> int:
         """End requests that have not ended; returns their number. Their state stays until the engine confirms

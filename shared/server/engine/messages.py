@@ -24,7 +24,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 6
+VERSION = 7
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -44,6 +44,7 @@ class Generate(Message):
     params: SamplingParams  # n is ignored: each sample is a Generate of its own
     seed: int
     extra_key: str | None = None  # namespace in the prefix cache
+    client: str = ""  # the key or address it comes from: clients share the compiler of grammars fairly
     priority: int = 0
     routing_key: str | None = None
     lora: str | None = None  # name of an adapter

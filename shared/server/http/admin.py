@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -18,6 +17,7 @@ from diptych.shared.server.api.native_protocol import (
     PauseRequest,
     UnloadLoraRequest,
 )
+from diptych.shared.server.http.access import caller_of, require_admin
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.state import ServerState
 
@@ -25,8 +25,9 @@ MAX_FLUSH_SECONDS = 600.0
 
 
 def add_admin_routes(app: FastAPI, state: ServerState) -> None:
-    """Operations on the engine. With API keys they need one; without, they answer loopback only."""
-    admin = [Depends(_guard(state))]
+    """Operations on the engine. With keys they need one of the administration; without, they answer this
+    computer."""
+    admin = [Depends(require_admin)]
 
     @app.post("/flush_cache", dependencies=admin)
     async def flush_cache(
@@ -38,14 +39,19 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
             raise ApiError(409, "the cache cannot be flushed while requests are alive")
         return JSONResponse({"success": True})
 
-    @app.post("/abort_request", dependencies=admin)
-    async def abort_request(body: AbortRequest) -> dict[str, Any]:
-        """End the requests with this id, which may have ended meanwhile, or all requests."""
+    @app.post("/abort_request")
+    async def abort_request(body: AbortRequest, request: Request) -> dict[str, Any]:
+        """End the requests with this id, which may have ended meanwhile, or all requests. A client with a key
+        ends its own."""
+        caller = caller_of(request)
+        if body.abort_all or not caller.owner:
+            require_admin(request)
         if body.abort_all:
             return await state.client.control("abort_all")
         if not body.rid:
             raise bad_request('the body must be {"rid": ID} or {"abort_all": true}', "rid")
-        return {"num_aborted": state.client.abort(state.client.rids_of(body.rid))}
+        owner = None if caller.is_admin else caller.owner
+        return {"num_aborted": state.client.abort(state.client.rids_of(body.rid, owner))}
 
     @app.post("/pause_generation", dependencies=admin)
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
@@ -82,15 +88,6 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     _add_lora_routes(app, state, admin)
 
 
-def _guard(state: ServerState) -> Callable[[Request], None]:
-    def guard(request: Request) -> None:
-        host = request.client.host if request.client is not None else None
-        if not state.settings.api_keys and host is not None and not _is_loopback(host):
-            raise ApiError(403, "admin endpoints answer loopback only, or need an API key")
-
-    return guard
-
-
 def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:
     @app.post("/load_lora_adapter", dependencies=admin)
     @app.post("/v1/load_lora_adapter", dependencies=admin)
@@ -98,8 +95,9 @@ def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None
         """From a folder of the server's computer. Requests may name it as their model afterwards."""
         if body.lora_name == state.model_name:
             raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
+        folder = adapter_folder(state.settings.lora_root, body.lora_path)
         try:
-            await state.client.control("load_lora", name=body.lora_name, path=body.lora_path)
+            await state.client.control("load_lora", name=body.lora_name, path=str(folder))
         except ValueError as error:
             raise bad_request(str(error), "lora_path") from None
         state.adapters.add(body.lora_name)
@@ -126,8 +124,18 @@ async def _flush(state: ServerState, seconds: float) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def adapter_folder(root: Path | None, path: str) -> Path:
+    """The folder of an adapter, which is below `root`: a name from the network must not open any file. Raises
+    `ApiError` 400."""
+    if root is None:
+        raise bad_request(
+            "adapters are loaded from below --lora-root, which this server has not", "lora_path"
+        )
+    root = root.expanduser().resolve()
     try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "testclient"
+        folder = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL character, a loop of links
+        folder = Path()
+    if not folder.is_relative_to(root):
+        raise bad_request("lora_path must be a folder below --lora-root", "lora_path")
+    return folder

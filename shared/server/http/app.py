@@ -19,9 +19,9 @@ from diptych.shared.server.api.native import add_native_routes
 from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
 from diptych.shared.server.engine.engine_client import EngineDead
+from diptych.shared.server.http.access import Guard
 from diptych.shared.server.http.admin import add_admin_routes
 from diptych.shared.server.http.bodies import BodyLimit, BodyRoute
-from diptych.shared.server.http.middleware import ApiKeys
 from diptych.shared.server.http.request_log import RequestLog
 from diptych.shared.server.http.state import ServerState
 from diptych.shared.server.http.status import add_status_routes
@@ -47,8 +47,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_admin_routes(app, state)
     max_image_bytes = state.settings.max_image_bytes if state.ready.vision is not None else 0
     app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes + max_image_bytes)
-    if state.settings.api_keys:
-        app.add_middleware(ApiKeys, keys=state.settings.api_keys)
+    app.add_middleware(Guard, keys=state.settings.keys, hosts=state.settings.allowed_hosts)
     app.add_middleware(RequestLog)
     return app
 

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.shared.server.api.errors import ApiError, bad_request, invalid_body
+from diptych.shared.server.http.access import send_error
 from diptych.shared.server.http.limits import (
     BODY_SECONDS,
     INLINE_BYTES,
     MAX_DISCARDED,
     MAX_MARKS,
 )
-from diptych.shared.server.http.middleware import send_error
 
 
 class BodyLimit:
@@ -122,8 +122,11 @@ class BodyRoute(APIRoute):
         if self.body_field is None:
             return handle
         adapter: TypeAdapter[Any] = TypeAdapter(self.body_field.field_info.annotation)
+        guards = [each.dependency for each in self.dependencies if each.dependency is not None]
 
         async def handle_valid(request: Request) -> Response:
+            for guard in guards:  # before a body is read
+                guard(request)
             content = await request.body()
             if content:
                 request = _Validated(request, content, await _validated(adapter, content))

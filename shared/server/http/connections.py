@@ -7,11 +7,14 @@ import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.limits import HEADER_SECONDS, MAX_CONNECTIONS, raise_file_limit
 
 _T = TypeVar("_T")
 
@@ -31,6 +34,61 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's connection, which ends when its request has no complete headers after HEADER_SECONDS, and at
+    once when there are too many."""
+
+    max_connections = MAX_CONNECTIONS
+    header_seconds = HEADER_SECONDS
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None:
+            self._watch()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:  # a request is there
+            self._unwatch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def server_config(app: Any, **more: Any) -> uvicorn.Config:
+    """uvicorn's settings. Headers in which a proxy names the client are not believed: anyone can send them.
+
+    asyncio accepts `backlog` connections at a time, before one of them is refused. The limits leave files for
+    everything else: a server without files can neither answer nor log."""
+    num_files = raise_file_limit()
+    limits = {"max_connections": min(MAX_CONNECTIONS, num_files // 2)}
+    return uvicorn.Config(
+        app,
+        http=type("Protocol", (BoundedProtocol,), limits),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        backlog=min(2048, num_files // 16),
+        **more,
+    )
 
 
 class EventStream(StreamingResponse):

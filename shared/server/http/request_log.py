@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
+from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.shared.server.api.errors import ApiError
-from diptych.shared.server.http.middleware import send_error
+from diptych.shared.server.http.access import send_error
 
 LOGGER = logging.getLogger("diptych.server")
+
+REPEAT_SECONDS = 5.0
+MAX_KINDS = 1000
 
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 """A valid `x-request-id`; another one is ignored, because it would be written into headers and the log."""
@@ -57,6 +61,39 @@ class RequestLog:
 def _client_id(scope: Scope) -> bytes | None:
     found = dict(scope["headers"]).get(b"x-request-id", b"")
     return found if _CLIENT_ID.fullmatch(found) else None
+
+
+class Sparse(logging.Filter):
+    """Of warnings and errors that are alike, one each REPEAT_SECONDS: what a client can cause, it can cause
+    in a loop. The next one says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[
+            Any, tuple[float, int]
+        ] = {}  # kind -> when one was written, and how many were not since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        error = record.exc_info[0] if record.exc_info else None
+        kind, now = (str(record.msg)[:60], error), time.monotonic()
+        last, num_left_out = self._seen.get(kind, (-REPEAT_SECONDS, 0))
+        if now - last < REPEAT_SECONDS:
+            self._seen[kind] = last, num_left_out + 1
+            return False
+        if len(self._seen) > MAX_KINDS:
+            self._seen.clear()
+        self._seen[kind] = now, 0
+        if num_left_out:
+            record.msg = f"({num_left_out} more like this) {record.msg}"
+        return True
+
+
+def log_sparsely() -> None:
+    """For the loggers that clients can make write."""
+    for name in ("uvicorn.error", "asyncio", LOGGER.name):
+        logging.getLogger(name).addFilter(Sparse())
 
 
 def log_to_stderr() -> None:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.errors import ApiError, bad_request
@@ -13,6 +14,7 @@ from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.protocol import SamplingFields
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready
+from diptych.shared.server.http.access import Keys
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.types import SamplingParams
@@ -25,7 +27,9 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None  # default: the engine's `model`
-    api_keys: tuple[str, ...] = ()  # empty: no key needed, and admin routes answer loopback only
+    keys: Keys = field(default_factory=Keys)
+    allowed_hosts: tuple[str, ...] = ()  # names of a server without keys; "*": any
+    lora_root: Path | None = None  # adapters are loaded from below it; None: not over HTTP
     max_body_bytes: int = MAX_BODY_BYTES
     max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429

@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse, Response
 
+from diptych.shared.server.http.access import require_overview
 from diptych.shared.server.http.state import ServerState
 
 PAGE = Path(__file__).parent / "assets" / "status.html"
@@ -33,7 +34,7 @@ def add_status_routes(app: FastAPI, state: ServerState) -> None:
     async def page() -> Response:
         return HTMLResponse(html, headers=_PAGE_HEADERS)
 
-    @app.get("/status")
+    @app.get("/status", dependencies=[Depends(require_overview)])
     async def status() -> dict[str, Any]:
         """The engine's load and the shape of its prefix tree: lengths of nodes, no text of any prompt."""
         nonlocal tree, read_time

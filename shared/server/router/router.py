@@ -23,15 +23,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.access import FORWARDING_HEADERS, Guard, Keys, require_admin
 from diptych.shared.server.http.bodies import BodyLimit
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 
 HOP_HEADERS = {
-    "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length",
-    "x-forwarded-for",
+    b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"host",
+    b"content-length", b"expect", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
+    *FORWARDING_HEADERS,
 }  # fmt: skip
-"""Headers of one connection, which a proxy does not pass on"""
+"""Headers of one connection, which a proxy does not pass on, and those in which it names the client itself"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class RouterSettings:
     balance_rel: float = 1.5  # ... and the largest is more than so many times the smallest
     max_tree_chars: int = 2**24  # for each replica
     health_interval: float = 5.0  # seconds
+    keys: Keys = field(default_factory=Keys)
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES + MAX_IMAGE_BYTES  # its servers have their own limits
 
 
@@ -220,6 +224,15 @@ def prompt_text(content: bytes) -> str:
 # ---- the proxy ----
 
 
+def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without HOP_HEADERS, and without those that `Connection` names."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {
+        each.strip().lower() for name, value in lowered if name == b"connection" for each in value.split(b",")
+    }
+    return [(name, value) for name, value in lowered if name not in HOP_HEADERS | named]
+
+
 class Router:
     """An HTTP application that sends each request to one of the replicas."""
 
@@ -243,6 +256,7 @@ class Router:
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
         self.app.add_middleware(BodyLimit, max_bytes=self.settings.max_body_bytes)
+        self.app.add_middleware(Guard, keys=self.settings.keys, hosts=self.settings.allowed_hosts)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -264,7 +278,11 @@ class Router:
         return PlainTextResponse("ok" if is_ready else "no replica is ready", 200 if is_ready else 503)
 
     async def status(self, request: Request) -> Response:
-        """Load and tree size of each replica."""
+        """Load and tree size of each replica, for the administration."""
+        try:
+            require_admin(request)
+        except ApiError as error:
+            return JSONResponse(error.body(), error.status)
         sizes = self.policy.tree.num_chars
         return JSONResponse(
             [
@@ -318,10 +336,11 @@ class Router:
 
     async def _send(self, request: Request, replica: Replica, content: bytes) -> httpx.Response:
         """The response up to its headers. Cancelled when the client leaves."""
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in HOP_HEADERS]
+        headers = end_to_end(request.headers.raw)
         client = request.client.host if request.client is not None else "unknown"
-        headers.append(("x-forwarded-for", client))  # else a server on this computer sees a loopback address
-        url = httpx.URL(replica.url + request.url.path, query=request.url.query.encode())
+        headers.append((b"x-forwarded-for", client.encode()))  # a server knows by it that this is a proxy
+        raw_path: bytes = request.scope["raw_path"]
+        url = httpx.URL(replica.url + raw_path.decode("latin-1"), query=request.scope["query_string"])
         forwarded = self.client.build_request(request.method, url, headers=headers, content=content)
         return await self.client.send(forwarded, stream=True)
 
@@ -358,8 +377,8 @@ class Relay(StreamingResponse):
     """The response of a replica, passed on as it comes. Its end, however it comes, gives the load back."""
 
     def __init__(self, router: Router, replica: Replica, answer: httpx.Response) -> None:
-        headers = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_HEADERS}
-        super().__init__(self._pieces(), answer.status_code, headers)
+        super().__init__(self._pieces(), answer.status_code)
+        self.raw_headers = end_to_end(answer.headers.raw)
         self.router, self.replica, self.answer = router, replica, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

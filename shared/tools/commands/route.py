@@ -6,6 +6,17 @@ from typing import Annotated
 
 import typer
 
+from diptych.shared.tools.commands.server_options import (
+    AdminKey,
+    AdminKeyFile,
+    AllowAnonymous,
+    AllowedHost,
+    ApiKey,
+    ApiKeyFile,
+    check_exposure,
+    keys_of,
+)
+
 
 def route(
     urls: Annotated[list[str], typer.Argument(help="URLs of running servers.")],
@@ -20,22 +31,35 @@ def route(
     balance_rel: Annotated[
         float, typer.Option(help="... and the largest is more than so many times the smallest.", min=1)
     ] = 1.5,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    allowed_host: AllowedHost = None,
+    allow_anonymous: AllowAnonymous = False,
 ) -> None:
     """Send each request to the server that probably has its prefix in the cache. Servers whose /ready fails
-    get no requests until it succeeds, unless all fail."""
+    get no requests until it succeeds, unless all fail. Keys are those of the servers, which get them too."""
     try:
-        import uvicorn
-
-        from diptych.shared.server.http.connections import listen
+        from diptych.shared.server.http.connections import listen, server_config
+        from diptych.shared.server.http.request_log import log_sparsely
         from diptych.shared.server.router.router import Router, RouterSettings
     except ImportError as error:
         raise ImportError(f"the router needs {error.name}: pip install 'diptych[server]'") from None
+    import uvicorn
+
+    keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)
+    check_exposure(host, keys, allow_anonymous)
     settings = RouterSettings(
-        cache_threshold=cache_threshold, balance_abs=balance_abs, balance_rel=balance_rel
+        cache_threshold=cache_threshold,
+        balance_abs=balance_abs,
+        balance_rel=balance_rel,
+        keys=keys,
+        allowed_hosts=tuple(allowed_host or ()),
     )
     router = Router(urls, settings)
     listener = listen(host, port)
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     print(f"routing to {len(urls)} servers at http://{address}:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(router.app, log_level="warning", access_log=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    log_sparsely()
+    uvicorn.Server(server_config(router.app)).run(sockets=[listener])

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diptych.shared.tools.commands.options import EngineOptions, spread
+from diptych.shared.tools.commands.server_options import (
+    AdminKey,
+    AdminKeyFile,
+    AllowAnonymous,
+    AllowedHost,
+    ApiKey,
+    ApiKeyFile,
+    check_exposure,
+    keys_of,
+)
 
 if TYPE_CHECKING:
     from diptych.shared.server.http.state import ServerState
 
 SERVER = "Server"
-API_KEY_VARIABLE = "DIPTYCH_API_KEY"
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:
@@ -31,8 +40,15 @@ def serve(
     served_model_name: Annotated[
         str | None, _option("Name of the model in the API. Default: --model.", show_default=False)
     ] = None,
-    api_key: Annotated[
-        list[str] | None, _option("A key that clients must send; repeatable.", envvar=API_KEY_VARIABLE)
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    allowed_host: AllowedHost = None,
+    allow_anonymous: AllowAnonymous = False,
+    lora_root: Annotated[
+        Path | None,
+        _option("Folder below which /load_lora_adapter may load. Default: it may not.", show_default=False),
     ] = None,
     max_live_requests: Annotated[
         int, _option("Requests in the engine at one time; beyond: 429.", min=1)
@@ -71,7 +87,8 @@ def serve(
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.server.http.state import ServerSettings
 
-    api_keys = _checked_keys(api_key)
+    keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)
+    check_exposure(host, keys, allow_anonymous)
     config = EngineConfig(**engine.to_flags())
     if config.num_ranks > 1:
         from diptych.shared.engine.processes.launcher import follow_if_launched
@@ -81,7 +98,9 @@ def serve(
         host=host,
         port=port,
         served_model_name=served_model_name,
-        api_keys=api_keys,
+        keys=keys,
+        allowed_hosts=tuple(allowed_host or ()),
+        lora_root=lora_root,
         max_body_bytes=max_body_mib * 2**20,
         max_image_bytes=max_image_mib * 2**20,
         max_live_requests=max_live_requests,
@@ -106,15 +125,6 @@ def serve(
         raise typer.Exit(code)
 
 
-def _checked_keys(keys: list[str] | None) -> tuple[str, ...]:
-    """An empty key is most likely a variable that was not set: it must not leave the server open."""
-    if not all(key.strip() for key in keys or ()):
-        raise ValueError("--api-key must not be empty")
-    if not keys and API_KEY_VARIABLE in os.environ:  # typer takes an empty variable for one that is not set
-        raise ValueError(f"{API_KEY_VARIABLE} must not be empty; unset it to serve without a key")
-    return tuple(keys or ())
-
-
 def _announce(state: ServerState, port: int) -> None:
     import psutil
 
@@ -130,8 +140,6 @@ def _announce(state: ServerState, port: int) -> None:
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ready.startup_seconds.items())
     seconds = time.time() - psutil.Process().create_time()
     print(f"  ready after {seconds:.1f} s; of the engine's: {phases}")
-    if host not in ("127.0.0.1", "localhost", "::1") and not state.settings.api_keys:
-        print("  warning: no API key, and reachable from other computers (--api-key)", file=sys.stderr)
     body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'
     print(
         f"  curl http://{address}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
