@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
-from diptych.shared.server.api.prompts import Prompts
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import load_tokenizer
+from diptych.shared.engine.build.settings import load_tokenizer
 from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import Delta, Live
 from diptych.shared.server.engine.messages import Finish, Generate, Load, Ready, encode
 from diptych.shared.server.http.app import create_app

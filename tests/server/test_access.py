@@ -309,7 +309,7 @@ def test_what_shows_all_requests_needs_an_admin_key() -> None:
 # ---- files of the server ----
 
 
-@pytest.mark.parametrize("path", ["..", "../other", "/etc", "a/../../other", "link/x", "a\0", "a" * 5000])
+@pytest.mark.parametrize("path", ["..", "../other", "/etc", "a/../../other", "link/x", "a\0"])
 def test_adapters_come_from_below_their_root(tmp_path: Path, path: str) -> None:
     root = tmp_path / "root"
     root.mkdir()

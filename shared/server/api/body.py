@@ -74,8 +74,8 @@ def _check_values(data: dict[str, Any]) -> None:
 
 
 def _problem_of(value: Any) -> str:
-    """Of a JSON value, which may be nested deeply: half of a surrogate pair, numbers like 1e999, and objects
-    with so many names that errors about all of them would take long."""
+    """What is wrong with a JSON value, which may be nested deeply: half of a surrogate pair, a number like
+    1e999, or an object with so many names that errors about all of them would take long."""
     open_values = [value]
     while open_values:
         value = open_values.pop()

@@ -53,22 +53,6 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
         owner = None if caller.is_admin else caller.owner
         return {"num_aborted": state.client.abort(state.client.rids_of(body.rid, owner))}
 
-    @app.post("/pause_generation", dependencies=admin)
-    async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
-        """Run no step until /continue_generation. Without a body: in_place."""
-        try:
-            await state.client.control("pause", mode=(body or PauseRequest()).mode)
-        except ValueError as error:
-            raise bad_request(str(error)) from None
-        state.client.load.is_paused = True  # before the next heartbeat says so
-        return {"paused": True}
-
-    @app.post("/continue_generation", dependencies=admin)
-    async def continue_generation() -> dict[str, Any]:
-        await state.client.control("continue")
-        state.client.load.is_paused = False
-        return {"paused": False}
-
     @app.get("/server_info", dependencies=admin)
     @app.get("/get_server_info", dependencies=admin)
     async def server_info() -> dict[str, Any]:
@@ -85,7 +69,26 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
             "internal_states": [{"avg_spec_accept_length": accept}],
         }
 
+    _add_pause_routes(app, state, admin)
     _add_lora_routes(app, state, admin)
+
+
+def _add_pause_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:
+    @app.post("/pause_generation", dependencies=admin)
+    async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
+        """Run no step until /continue_generation. Without a body: in_place."""
+        try:
+            await state.client.control("pause", mode=(body or PauseRequest()).mode)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+        state.client.load.is_paused = True  # before the next heartbeat says so
+        return {"paused": True}
+
+    @app.post("/continue_generation", dependencies=admin)
+    async def continue_generation() -> dict[str, Any]:
+        await state.client.control("continue")
+        state.client.load.is_paused = False
+        return {"paused": False}
 
 
 def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:

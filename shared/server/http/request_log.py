@@ -64,14 +64,12 @@ def _client_id(scope: Scope) -> bytes | None:
 
 
 class Sparse(logging.Filter):
-    """Of warnings and errors that are alike, one each REPEAT_SECONDS: what a client can cause, it can cause
-    in a loop. The next one says how many were left out."""
+    """Lets one of several equal warnings or errors through, each REPEAT_SECONDS: what a client can cause, it
+    can cause in a loop. The next one says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[
-            Any, tuple[float, int]
-        ] = {}  # kind -> when one was written, and how many were not since
+        self._seen: dict[Any, tuple[float, int]] = {}  # kind -> time of the last one, number left out since
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
