@@ -66,7 +66,7 @@ class PlainDecoding(SchedulerFeature):
             [logprobs[row : row + 1] for row in range(len(token_ids))],
         )
         chunked_req = launched.chunked_req
-        if chunked_req in launched.batch.reqs:  # its sampled token has no meaning
+        if chunked_req is not None and chunked_req in launched.batch.reqs:  # its token has no meaning
             result.token_ids[launched.batch.reqs.index(chunked_req)].clear()
         return result
 

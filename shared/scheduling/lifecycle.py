@@ -13,19 +13,28 @@ from diptych.shared.scheduling.invariants import check_invariants
 from diptych.shared.scheduling.stop_conditions import check_finished
 from diptych.shared.scheduling.waiting_queue import WaitingQueue
 from diptych.shared.types import (
+    BatchResult,
     FinishAbort,
     FinishError,
     FinishReason,
     Req,
+    ScheduleBatch,
     SpeculationStats,
     StepOutput,
     TokenLogprob,
 )
 
 
-class Decoding(Protocol):
+class DecodeStrategy(Protocol):
     """How running requests decode: one token each, or drafts that the model verifies. It may be a
     `SchedulerFeature`."""
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+        """Slots for a decode step of all these requests. None: there is no memory for it."""
+
+    def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult | None:
+        """Run a batch. chunked_req: the request whose prompt continues in the next step. None: the results
+        come later."""
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats: ...
 
@@ -39,7 +48,7 @@ class Lifecycle:
         config: EngineConfig,
         model_config: ModelConfig,
         parts: SchedulerParts,
-        decoding: Decoding,
+        decoding: DecodeStrategy,
         waiting_queue: list[Req] | WaitingQueue,
     ) -> None:
         self.config = config
