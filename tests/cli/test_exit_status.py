@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import atexit, runpy, sys, threading
+names = lambda: [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: sys.stderr.write(f"threads at the end: {names()}"))  # called last
+runpy.run_module("diptych", run_name="__main__")
+"""
 FLAGS = {"panel": "reference", "device": "cpu", "dtype": "float32", "max-total-tokens": "2048"}
 HEAD = {"speculative": "eagle3", "speculative-draft-model": "tiny-dense-eagle3"}
 MODES: dict[str, dict[str, str]] = {
@@ -80,8 +86,11 @@ FAST = [("generate", "disaggregation"), ("json", "tp")]
 def test_exit_status(command: str, mode: str, tmp_path: Path) -> None:
     words = [*COMMANDS[command], *options(MODES[mode], command == "diff")]
     done = subprocess.run(
-        [sys.executable, "-m", "diptych", *(word.replace("DIR", str(tmp_path)) for word in words)],
+        [sys.executable, "-c", PROGRAM, *(word.replace("DIR", str(tmp_path)) for word in words)],
         input="Hello\n/exit\n", capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == (2 if (command, mode) in REFUSED else 0), done.stdout + done.stderr
+    threads = done.stderr.rpartition("threads at the end: ")[2]
+    assert "MainThread" in threads
+    assert "transport" not in threads  # these hold tensors
