@@ -14,6 +14,7 @@ from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.config.families import FUSED
 from diptych.shared.loading import weights as weights_module
 from diptych.shared.loading.load_model import MIN_BYTES, LoadingBar
+from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
@@ -137,6 +138,9 @@ def test_fused_layers(tmp_path: Path) -> None:
             fused[f"{layer}.{name}"] = expected[f"{layer}.{name}"]
     save(tmp_path, "phi3", fused)
     assert_same_weights(dict(iterate_weights(tmp_path)), expected)
+    for shards in (Shards(config, rank, 2) for rank in range(2)):
+        found = dict(iterate_weights(tmp_path, config, shards=shards))
+        assert_same_weights(found, dict(dummy_weights(config, shards=shards)))
 
     save(tmp_path, "phi3", fused | {"model.layers.1.self_attn.qkv_proj.weight": torch.zeros(121, 72)})
     with pytest.raises(ValueError, match=r"shape: model.layers.1.self_attn.v_proj.weight \[25, 72\]"):
