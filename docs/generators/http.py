@@ -18,7 +18,7 @@ def _schema() -> dict[str, Any]:
     from diptych.shared.server.http.app import create_app
     from diptych.shared.server.http.state import ServerSettings
 
-    state: Any = SimpleNamespace(settings=ServerSettings())
+    state: Any = SimpleNamespace(settings=ServerSettings(), ready=SimpleNamespace(vision=None))
     return create_app(state).openapi()
 
 
