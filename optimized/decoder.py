@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +63,8 @@ class DecoderAttention(AttentionModules):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
-        q_norm, k_norm = self.q_norm, self.k_norm
+        q_norm: Any = self.q_norm
+        k_norm: Any = self.k_norm
         has_own_norms = q_norm is None or any(
             is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
             for norm in (RMSNorm, GemmaRMSNorm)
@@ -151,7 +153,7 @@ class DecoderForCausalLM(CausalLMModules):
         return embed_rows(self.model.embed_tokens, self.config.vocab_size, input_ids, self.tp)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        head: Any = self.model.embed_tokens if self.lm_head is None else self.lm_head
         own = logits(hidden_states, head.weight, self.is_deterministic)
         return own if self.tp.size == 1 else gather_logits(own, self.config.vocab_size, self.tp)
 

@@ -11,6 +11,8 @@ Only layers of this file are fused: a user-provided norm or rotation is called b
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard, TypeVar
+
 import torch
 from torch import nn
 
@@ -30,6 +32,8 @@ from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.modeling.rope import rope_angles
 from diptych.shared.modeling.stream import PartialSums, RankPart, Stream
 from diptych.shared.types.attention import AttentionLayer
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class Linear(nn.Module):
@@ -250,7 +254,7 @@ def sum_later(tp: Collectives, part: torch.Tensor) -> torch.Tensor | RankPart:
     return RankPart(part, tp) if part.is_cuda else tp.all_reduce(part)
 
 
-def add_and_norm(norm: interface.RMSNorm, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+def add_and_norm(norm: Any, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of x.total(), x.total()), both may be written over the tensors of x."""
     residual, pending = x
     if isinstance(pending, torch.Tensor):
@@ -274,7 +278,7 @@ def use_gemv(x: torch.Tensor) -> bool:
     return 0 < x.shape[0] <= linear_choice.max_tokens(x.dtype)
 
 
-def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
+def is_builtin_layer(module: Any, layer: type[Layer]) -> TypeGuard[Layer]:
     """Whether a kernel may replace a module: its class is `layer`, a class of this file, or a subclass
     without its own forward."""
     return isinstance(module, layer) and type(module).forward is layer.forward

@@ -46,15 +46,17 @@ class FusedExperts(ExpertModules):
         if x.shape[0] == 0:
             return torch.empty_like(x)
         if self.runner is not None and len(x) >= self.runner.min_tokens:
-            return self.runner.run(x, topk)  # type: ignore[no-any-return]
+            return self.runner.run(x, topk)
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         num_experts, hidden_size, intermediate_size = self.w2.shape
         shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
         up, down = plan(shape, x.shape[0], x.dtype, x.device, self.is_deterministic)
         b13, b2, limit = self.b13, self.b2, self.swiglu_limit
-        if isinstance(up, GemvTile):
+        if isinstance(up, GemvTile) and isinstance(down, GemvTile):
             return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down), b13, b2, limit)
+        assert not isinstance(up, GemvTile)
+        assert not isinstance(down, GemvTile)
         blocks = align(ids, num_experts, up.block_m)
         act = up_gemm(x, self.w13, blocks, ids.shape[1], up, b13, limit)
         return combine(down_gemm(act, self.w2, blocks, weights, down, b2), ids)

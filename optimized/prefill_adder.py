@@ -61,7 +61,7 @@ class PrefillAdder(interface.PrefillAdder):
         # --8<-- [end:prefill-budgets]
 
     @property
-    def rem_total_tokens(self) -> int:
+    def rem_total_tokens(self) -> int:  # type: ignore[override]
         """Free tokens, computed at each call because a locked prefix is not evictable."""
         if self._reserved_by_running is None:
             self._reserved_by_running = self._sum_reservations()

@@ -41,7 +41,7 @@ class Sampler(contract.Sampler):
         next_token_ids, found = draw(logits, info, positions)
         # --8<-- [end:sample-steps]
 
-        if not info.return_logprob:
+        if found is None:
             return SampleOutput(next_token_ids)
         return SampleOutput(next_token_ids, logprobs(logits, info, *found))
 

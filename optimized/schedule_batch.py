@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from diptych.shared.sampling.logprobs import input_logprob_rows
+from diptych.shared.scheduling.pages import rows_of
 from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
 from diptych.shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
@@ -39,7 +40,7 @@ def make_forward_batch(
     ids, rows, lens, extend_lens, starts, *wanted = vectors_to_device(
         [
             input_ids,
-            [req.req_pool_idx for req in batch.reqs],
+            rows_of(batch.reqs),
             seq_lens,
             extend_seq_lens,
             start_locs,

@@ -92,8 +92,7 @@ class SchedulePolicy(interface.SchedulePolicy):
         self, waiting_queue: Sequence[Req], index: SortedQueue | RoutedQueue | WaitingMatches
     ) -> None:
         """Bring the index up to date with a queue. A plain sequence is a new queue in each call."""
-        is_queue = isinstance(waiting_queue, WaitingQueue)
-        queue = waiting_queue if is_queue else WaitingQueue(waiting_queue)
+        queue = waiting_queue if isinstance(waiting_queue, WaitingQueue) else WaitingQueue(waiting_queue)
         if queue is not self._queue or index is not self._index:
             self._index.clear()
             if self._queue is not None and self._follower is not None:
@@ -143,7 +142,7 @@ class RoutedQueue:
         for req in changes.joined:  # appended, because their tickets are the newest
             self._waiting.setdefault(req.routing_key, {})[req] = None
 
-    def order(self, counts: Counter[str | None]) -> Iterator[Req]:
+    def order(self, counts: Counter[str]) -> Iterator[Req]:
         """Requests with a running routing key first, by frequency, then by key; then all others."""
         most_frequent = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
         with_key = chain.from_iterable(self._waiting.get(key, ()) for key, _ in most_frequent)

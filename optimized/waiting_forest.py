@@ -94,7 +94,7 @@ class Forest:
     def _unlist(self, child: Subtree) -> None:
         assert child.parent is not None
         siblings = child.parent.children
-        siblings.pop(bisect_left(siblings, child.place))  # type: ignore[type-var]
+        siblings.pop(bisect_left(siblings, child.place))
 
 
 def _remove_from(tickets: list[int], ticket: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,7 @@ class DecoderForCausalLM(CausalLMModules):
         return embed_rows(self.model.embed_tokens, self.config.vocab_size, input_ids, self.tp)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        head: Any = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = F.linear(hidden_states, head.weight).to(torch.float32)
         return logits if self.tp.size == 1 else gather_logits(logits, self.config.vocab_size, self.tp)
 

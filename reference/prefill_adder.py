@@ -51,7 +51,7 @@ class PrefillAdder(interface.PrefillAdder):
         # --8<-- [end:prefill-budgets]
 
     @property
-    def rem_total_tokens(self) -> int:
+    def rem_total_tokens(self) -> int:  # type: ignore[override]
         """Free tokens, computed at each call because a locked prefix is not evictable."""
         return self._num_free() - self.reserved_tokens
 

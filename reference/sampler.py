@@ -52,6 +52,7 @@ def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 
 def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    assert info.output_counts is not None
     if info.repetition_penalties is not None:
         seen = info.output_counts > 0
         if info.prompt_mask is not None:

@@ -38,7 +38,7 @@ def make_forward_batch(
         )
     else:
         positions = tensor(seq_lens) - 1
-    rows, ids = [], []
+    rows, ids = list[int](), list[int]()
     if any(req.next_input_logprob is not None for req in extending):
         rows, ids = input_logprob_rows(extending, start_locs)
     embed_rows, embeds = None, None

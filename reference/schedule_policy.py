@@ -87,13 +87,12 @@ class SchedulePolicy(interface.SchedulePolicy):
         return matches, frozenset(deprioritized)
 
 
-def _by_routing_key(queue: Sequence[Req], counts: Counter[str | None]) -> list[Req]:
+def _by_routing_key(queue: Sequence[Req], counts: Counter[str]) -> list[Req]:
     """Requests with a running routing key first, by frequency, then by key; then all others."""
 
     def rank(req: Req) -> tuple[int, str]:
-        if req.routing_key not in counts:
-            return 1, ""
-        return -counts[req.routing_key], str(req.routing_key)
+        key = req.routing_key
+        return (1, "") if key is None or key not in counts else (-counts[key], key)
 
     return sorted(queue, key=rank)
 

@@ -152,7 +152,8 @@ def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
     """Call flex_attention: compiled on a GPU, for any lengths; elsewhere evaluated eagerly."""
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    attend: Any = torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    return attend
 
 
 def _visible(batch: ForwardBatch, max_queries: int, max_keys: int) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ does not depend on lengths.
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Any
 
 import torch
 

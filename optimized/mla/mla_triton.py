@@ -8,7 +8,7 @@ CUDA graphs every prompt is absorbed, since lengths are unknown there.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +207,7 @@ class TritonMLA(MLAAttentionBackend):
         batch, pool = part.batch, self.req_to_token_pool
         rows = self.kv_pool.k_buffer(layer.layer_id)
         where = (pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
-        options = {
+        options: dict[str, Any] = {
             "kv_lora_rank": layer.kv_lora_rank,
             "scale": layer.scale,
             "page_size": self.kv_pool.page_size,

@@ -8,6 +8,8 @@ Differs from reference: as decoder.py does, but rotation, norm and store are ker
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.optimized.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
@@ -29,7 +31,7 @@ class Llama4Attention(Llama4Rotation, DecoderAttention):
 
 
 class Llama4DecoderLayer(DecoderLayer):
-    attention_class = Llama4Attention
+    attention_class: Any = Llama4Attention
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):

@@ -9,6 +9,7 @@ work row by row. Loses split-K, GEMVs and fused norms. Graphs, chunks and cache 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ class DeterministicModelRunner(ModelRunner):
         features: RunnerFeatures = NO_FEATURES,
     ) -> None:
         super().__init__(model, attention, kv_pool, features)
+        module: Any
         for module in model.modules():
             if hasattr(module, "is_deterministic"):
                 module.is_deterministic = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import triton
@@ -34,6 +35,8 @@ from diptych.shared.types.lora import LoraAdapter
 
 class _LoraLinear(nn.Module):
     """A linear layer, or several merged ones, with the adapters of a step's requests."""
+
+    base: Any  # a linear layer of the panel, or one like it
 
     def __init__(self, base: nn.Module, pool: LoraPool, parts: dict[str, tuple[int, ...]]) -> None:
         """parts: the name of each linear layer -> (out_features, in_features)."""
@@ -165,7 +168,7 @@ class LoraPool(interface.LoraPool):
             f"{module_name.rpartition('.')[0]}.{part}": module_name
             for module_name, module in model.named_modules()
             if isinstance(module, layer_interface.MergedLinear)
-            for part in module.parts
+            for part in cast("dict[str, int]", module.parts)
         }
         parts_of: dict[str, dict[str, tuple[int, ...]]] = {}  # module of the model -> its linear layers
         for name, shape in self.shapes.items():

@@ -44,7 +44,7 @@ class Collectives(interface.Collectives):
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_reduce", self.name, x)
-        if self._takes_one_shot(x):
+        if self._takes_one_shot(x) and self._one_shot is not None:
             return self._one_shot(x.contiguous())
         total = x.clone(memory_format=torch.contiguous_format)
         self._finish(x, "allreduce", [total])
@@ -58,7 +58,7 @@ class Collectives(interface.Collectives):
         from diptych.optimized.layers import GemmaRMSNorm, adds_in_kernel
 
         is_even = x.shape[-1] % 2 == 0
-        if not (is_even and self._takes_one_shot(x) and adds_in_kernel(norm)):
+        if not (is_even and self._takes_one_shot(x) and adds_in_kernel(norm)) or self._one_shot is None:
             return super().all_reduce_add_and_norm(x, residual, norm)
         self.log.add("all_reduce_add_and_norm", self.name, x)
         is_gemma = isinstance(norm, GemmaRMSNorm)

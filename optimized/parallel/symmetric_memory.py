@@ -113,7 +113,7 @@ def _named_group(store: Store, rank: int, size: int, nccl: Any) -> Any:
 
     if rank == 0:
         store.set("name", uuid.uuid4().hex)
-    name = f"diptych-{store.get('name').decode()}"
+    name: Any = f"diptych-{store.get('name').decode()}"
     group = distributed.ProcessGroup(store, rank, size)
     kind = distributed.ProcessGroup.BackendType.NCCL
     group._register_backend(torch.device("cuda"), kind, nccl)

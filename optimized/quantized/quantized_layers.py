@@ -153,6 +153,7 @@ class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
     def forward(self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
         if self.input_scale is not None:
+            assert isinstance(x, torch.Tensor)
             return self._forward_by_part(x if norm is None else norm(x))
         return super().forward(x if norm is None else self.quantize(x, norm))
 

@@ -41,7 +41,7 @@ class QuantizedExperts(Interface):
         if x.shape[0] == 0:
             return torch.empty_like(x)
         if self.runner is not None and len(x) >= self.runner.min_tokens:
-            return self.runner.run(x, topk)  # type: ignore[no-any-return]
+            return self.runner.run(x, topk)
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         w13 = ExpertWeights(self.w13, self.w13_scale, self.w13_zero, self.b13)

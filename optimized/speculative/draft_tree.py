@@ -37,8 +37,8 @@ class DraftTreeOps(contract.DraftTreeOps):
 
     def next_beams(self, beams: Beams, top: TopTokens) -> Beams:
         candidate_ids = top.token_ids.flatten(1)  # [bs, K * K]
-        *best, candidate_scores = best_beams(beams.scores, top.probs, candidate_ids)
-        return Beams(*best, candidate_ids, candidate_scores)
+        ids, probs, parents, indices, candidate_scores = best_beams(beams.scores, top.probs, candidate_ids)
+        return Beams(ids, probs, parents, indices, candidate_ids, candidate_scores)
 
     def build(self, root_ids: torch.Tensor, steps: Sequence[Beams], num_draft_tokens: int) -> DraftTree:
         contract.check_num_draft_tokens(num_draft_tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ class EagleDrafter(BaseEagleDrafter):
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.make_attention(self.draft_config.model, req_to_token_pool, num_slots)
-        options = {"dtype": self.parts.dtype, "device": self.parts.device}
+        options: Any = {"dtype": self.parts.dtype, "device": self.parts.device}
         num_rows = req_to_token_pool.req_to_token.shape[0]
         self.last_rows = LastRow(*torch.zeros(2, num_rows, self.draft_config.model.hidden_size, **options))
         like = torch.empty(0, self.draft_config.target_hidden_size, **options)

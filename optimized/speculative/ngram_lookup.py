@@ -62,7 +62,7 @@ class NgramLookupDrafter(interface.Drafter):
     def _fill_prefixes(self, reqs: Sequence[Req], batch: ForwardBatch) -> None:
         """Copy the tokens of cached prefixes, which the target did not compute."""
         lens = [seq_len - new for seq_len, new in zip(batch.seq_lens_cpu, batch.extend_seq_lens_cpu)]
-        numbers, positions, ids = [], [], []
+        numbers, positions, ids = list[int](), list[int](), list[int]()
         for number, (req, prefix_len) in enumerate(zip(reqs, lens)):
             start = self.num_known.get(req.rid, 0)
             found = req.all_ids[start:prefix_len]

@@ -268,7 +268,7 @@ class SpeculativeDecoding(PlainDecoding):
         pool = self.parts.req_to_token_pool
         columns = vectors[1][:, None] + self._numbers[:width]
         slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)
-        return Starts(*vectors, slots, bounds)
+        return Starts(*vectors[:6], slots, bounds)  # type: ignore[call-arg, arg-type]
 
 
 def _last_start(req: Req) -> int:

@@ -134,7 +134,10 @@ def time_plan(layers: Layers, plan: Plan) -> float:
     def run(i: int) -> torch.Tensor:
         ids, weights = layers.ids[i], layers.weights[i]
         if isinstance(plan.up, GemvTile):
-            return moe_gemv.gemv_experts(layers.x, weights, ids, layers.w13[i], layers.w2[i], plan)
+            assert isinstance(plan.down, GemvTile)
+            tiles = (plan.up, plan.down)
+            return moe_gemv.gemv_experts(layers.x, weights, ids, layers.w13[i], layers.w2[i], tiles)
+        assert isinstance(plan.down, Tile)
         blocks = align(ids, layers.shape.num_experts, plan.up.block_m)
         act = moe_gemm.up_gemm(layers.x, layers.w13[i], blocks, layers.shape.top_k, plan.up)
         return combine(moe_gemm.down_gemm(act, layers.w2[i], blocks, weights, plan.down), ids)
@@ -166,11 +169,14 @@ def best_plan(layers: Layers, num_tokens: int, progress: tqdm[Any]) -> tuple[flo
         found += [(time_plan(layers, Plan(*tiles)), Plan(*tiles)) for tiles in itertools.product(ups, downs)]
     all_ups, all_downs = list(up_tiles(shape, num_tokens)), list(down_tiles(shape, num_tokens))
     for block_m in sorted({tile.block_m for tile in all_ups}):
-        ups = [tile for tile in all_ups if tile.block_m == block_m]
-        downs = [tile for tile in all_downs if tile.block_m == block_m]
-        ups = fastest(ups, lambda tile: time_up(layers, tile), 2)
-        downs = fastest(downs, lambda tile: time_down(layers, tile), 2)
-        found += [(time_plan(layers, Plan(*tiles)), Plan(*tiles)) for tiles in itertools.product(ups, downs)]
+        up_sizes = [tile for tile in all_ups if tile.block_m == block_m]
+        down_sizes = [tile for tile in all_downs if tile.block_m == block_m]
+        up_sizes = fastest(up_sizes, lambda tile: time_up(layers, tile), 2)
+        down_sizes = fastest(down_sizes, lambda tile: time_down(layers, tile), 2)
+        found += [
+            (time_plan(layers, Plan(*tiles)), Plan(*tiles))
+            for tiles in itertools.product(up_sizes, down_sizes)
+        ]
     return min(found)
 
 

@@ -6,6 +6,8 @@ expert per token in addition to the shared one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.reference.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
@@ -29,7 +31,7 @@ class Llama4Attention(Llama4Rotation, DecoderAttention):
 
 
 class Llama4DecoderLayer(DecoderLayer):
-    attention_class = Llama4Attention
+    attention_class: Any = Llama4Attention
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):

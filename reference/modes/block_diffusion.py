@@ -74,14 +74,14 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
                     token_ids.clear()
                     logprobs.clear()
             return result
-        token_ids, logits_output, forward_batch = self._fill_blocks(filling)
+        filled, logits_output, forward_batch = self._fill_blocks(filling)
         num_plain = len(batch.reqs) - len(filling)
         if num_plain == 0:
-            return BatchResult(token_ids, [[] for _ in filling], forward_batch, logits_output)
+            return BatchResult(filled, [[] for _ in filling], forward_batch, logits_output)
         plain = ScheduleBatch(batch.reqs[:num_plain], batch.forward_mode, out_cache_loc=batch.out_cache_loc)
         result = super().run(plain, chunked_req)
         return result._replace(
-            token_ids=result.token_ids + token_ids, logprobs=result.logprobs + [[] for _ in filling]
+            token_ids=result.token_ids + filled, logprobs=result.logprobs + [[] for _ in filling]
         )
 
     def _fill_blocks(self, reqs: list[Req]) -> tuple[list[list[int]], LogitsOutput, ForwardBatch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ class Collectives(interface.Collectives):
         self.rank = rank
         self.size = size
         self.log = CollectiveLog()
-        self.group = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
+        self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class DecodeSide(Scheduler):
         self._num_rooms = 0
 
     def add_request(self, req: Req) -> None:
-        rids = [each.rid for each in (*self.waiting, *self.outputs)]
+        rids = [req.rid for req in self.waiting] + [output.rid for output in self.outputs]
         rids += [transfer.req.rid for transfer in self.transfers.values() if transfer.is_wanted]
         if req.rid in rids or req.rid in self.scheduled:
             raise ValueError(f"request id {req.rid!r} is in use")

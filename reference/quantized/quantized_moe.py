@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -29,7 +31,8 @@ class QuantizedExperts(Interface):
     def _linear(self, x: torch.Tensor, name: str, bias: torch.Tensor | None, expert_id: int) -> torch.Tensor:
         """float32 [num_tokens, out] of one expert's w13 or w2."""
         parts = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero"))
-        weight, scale, zero = (None if part is None else part[expert_id] for part in parts)
+        values: Any = (None if part is None else part[expert_id] for part in parts)
+        weight, scale, zero = values
         weight = dequantize(weight, scale, zero, self.scheme)
         x = dequantized_input(x, self.scheme, None, self.tp if name == "w2" else None)
         y = F.linear(x, weight)

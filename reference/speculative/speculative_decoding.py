@@ -92,7 +92,7 @@ class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
     def _extend(self, reqs: Sequence[Req], result: BatchResult, chunked_req: Req | None) -> None:
         """Call the drafter's `extend` for KV that stays, after a prefill or a decode step."""
         next_token_ids = [max(token_ids[-1], 0) for token_ids in result.token_ids]  # NaN: its request ends
-        if chunked_req in reqs:  # the sampled token has no meaning
+        if chunked_req is not None and chunked_req in reqs:  # the sampled token has no meaning
             next_token_ids[reqs.index(chunked_req)] = chunked_req.all_ids[len(chunked_req.fill_ids)]
         ids = torch.tensor(next_token_ids, device=self.parts.allocator.device)
         assert result.forward_batch is not None

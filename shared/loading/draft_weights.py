@@ -65,9 +65,9 @@ def iterate_draft_weights(folder: str | Path, config: DraftConfig | None = None)
         tensors = {name: info for name, info in tensors.items() if name.startswith(first)}
     if config is None or not is_quantized:
         return stream(tensors, None)
-    layers = _quantized_layers(config, tensors)
-    entries = take_quantized(tensors, layers, config.model, str(folder))
-    quantized = dequantized(read_quantized(entries, None), lambda name: layers[name].scheme)
+    linear = _quantized_layers(config, tensors)
+    entries = take_quantized(tensors, linear, config.model, str(folder))
+    quantized = dequantized(read_quantized(entries, None), lambda name: linear[name].scheme)
     return chain(stream(tensors, None), quantized)
 
 

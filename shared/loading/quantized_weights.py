@@ -256,8 +256,8 @@ def quantize_while_reading(
     """Quantize the unsplit weights of linear layers. A rank gets its parts of the results, so that they are
     the same with any number of ranks."""
     layers = quantized_layers(config)
-    for layer in layers.values():
-        layer.part(shards)
+    for each in layers.values():
+        each.part(shards)
     for name, tensor in weights:
         layer = layers.get(name.removesuffix(".weight"))
         if layer is None:

@@ -104,10 +104,9 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
         infos = {
-            name: TensorInfo(
-                path, tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]), str(entry["dtype"])
-            )
+            name: TensorInfo(path, tuple(map(int, entry["shape"])), start, end, str(entry["dtype"]))
             for name, entry in entries.items()
+            for start, end in [map(int, entry["data_offsets"])]
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: its header is invalid ({error!r})") from None

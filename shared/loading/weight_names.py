@@ -31,7 +31,7 @@ class WeightPart(NamedTuple):
     """The place of a canonical weight in a tensor of a checkpoint."""
 
     name: str
-    index: tuple[int | slice, ...]  # where in the tensor; (): all of it
+    index: tuple[int | slice, ...]  # type: ignore[assignment]  # where in the tensor; (): all of it
     shape: tuple[int, ...]
     is_transposed: bool = False  # in the tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,10 +51,10 @@ def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.T
 
 def attention_layers(model: CausalLM) -> list[AttentionLayer]:
     """The attention layers of a model: the `layer` of its attention modules, with their `sinks`."""
-    modules = [
-        module for module in model.modules() if isinstance(getattr(module, "layer", None), AttentionLayer)
+    found: list[tuple[Any, Any]] = [
+        (getattr(module, "layer", None), getattr(module, "sinks", None)) for module in model.modules()
     ]
-    return [replace(module.layer, sinks=getattr(module, "sinks", None)) for module in modules]
+    return [replace(layer, sinks=sinks) for layer, sinks in found if isinstance(layer, AttentionLayer)]
 
 
 def temperature(tuning: AttnTemperature, positions: torch.Tensor) -> torch.Tensor:

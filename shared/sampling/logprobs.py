@@ -99,7 +99,8 @@ def collect_input_logprobs(
     extending: Sequence[Req], forward_batch: ForwardBatch, output: LogprobsOutput | None
 ) -> None:
     """Hand each request what the step found about its prompt."""
-    token_ids = [] if output is None else forward_batch.input_logprob_ids.tolist()
+    ids = forward_batch.input_logprob_ids
+    token_ids = [] if output is None or ids is None else ids.tolist()
     counts = [len(input_logprob_positions(req)) for req in extending]
     distribute_input_logprobs(extending, counts, token_ids, output)
 

@@ -47,7 +47,7 @@ def make_sampling_batch_info(
     )
     adjustments: dict[str, Any] = {}
     if adjusts_logits:
-        adjustments = _adjustments(reqs, num_outputs, vocab_size, device)
+        adjustments |= _adjustments(reqs, num_outputs, vocab_size, device)
         if reads_texts:
             adjustments["vocab_mask"] = _vocab_mask(reqs, vocab_size, device)
             adjustments["processors"] = group_processors(

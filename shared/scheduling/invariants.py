@@ -121,7 +121,7 @@ class _Audit:
         for row, count in Counter(rows).items():
             if count > 1:
                 self.fail(f"row {row} is allocated to {count} requests")
-            if not 1 <= row <= self.req_to_token_pool.size:
+            if row is None or not 1 <= row <= self.req_to_token_pool.size:
                 self.fail(f"row {row} is outside 1..{self.req_to_token_pool.size}")
         if len(rows) + self.req_to_token_pool.available_size() != self.req_to_token_pool.size:
             self.fail("rows in use and free rows do not add up")

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -85,7 +85,8 @@ async def _until_end(
     assert state.client.died is not None
     died = asyncio.ensure_future(state.client.died.wait())
     stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({died, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+    events: set[asyncio.Future[Any]] = {died, stopped, serving}
+    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     is_dead = not state.client.is_alive
     if is_dead:
         print(f"error: {state.client.death_reason}", file=sys.stderr)
@@ -128,7 +129,8 @@ async def _control(state: ServerState, action: str) -> None:
 async def _first(work: asyncio.Future[_T], stop: asyncio.Event) -> _T | None:
     """The result of `work`; None when a signal came first."""
     stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    events: set[asyncio.Future[Any]] = {work, stopped}
+    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if stop.is_set() and not work.done():
         work.cancel()

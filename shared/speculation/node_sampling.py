@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,7 +60,7 @@ def expand_to_nodes(
     """
     num = tree.num_draft_tokens
     # --8<-- [start:expand-to-nodes]
-    rows = {
+    rows: dict[str, Any] = {
         field.name: value.repeat_interleave(num, dim=0)
         for field in fields(info)
         if isinstance(value := getattr(info, field.name), torch.Tensor)

@@ -115,4 +115,5 @@ def bound_templates() -> None:
     """Let `transformers` compile chat templates in a `BoundedEnvironment`; it has no parameter for that."""
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+    module: Any = chat_template_utils
+    module.ImmutableSandboxedEnvironment = BoundedEnvironment

@@ -42,7 +42,7 @@ def decode_flashinfer(
     q: Any, kv: Any, indptr: Any, indices: Any, last: Any, *, sm_scale: float, window_left: int = -1
 ) -> Any:
     lens = (indptr.diff() - 1) * kv[0].shape[1] + last
-    return paged_decode(q, *kv, table_of(indptr, indices), lens, window_left, sm_scale)
+    return paged_decode(q, *kv, table_of(indptr, indices), lens, window_left, sm_scale)  # type: ignore[call-arg]
 
 
 def decode_triton(
@@ -85,7 +85,7 @@ def extend_flashinfer(
     q: Any, kv: Any, qo_indptr: Any, indptr: Any, indices: Any, last: Any, *, causal: bool, sm_scale: float
 ) -> Any:
     lens = (indptr.diff() - 1) * kv[0].shape[1] + last
-    return extend(q, *kv, table_of(indptr, indices), lens, qo_indptr, sm_scale)
+    return extend(q, *kv, table_of(indptr, indices), lens, qo_indptr, sm_scale)  # type: ignore[call-arg]
 
 
 def mla(q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, table: Any, lens: Any, sm_scale: float) -> Any:
@@ -132,7 +132,7 @@ def add_norm_in_place(x: Any, residual: Any, weight: Any, eps: float) -> None:
 def rope_in_place(positions: Any, q: Any, k: Any, head_dim: int, cache: Any, is_neox: bool) -> None:
     cos, sin = cache[positions].chunk(2, dim=-1)
     heads = (x.view(len(x), -1, head_dim) for x in (q, k))
-    for x, y in zip((q, k), rope(*heads, cos, sin)):
+    for x, y in zip((q, k), rope(*heads, cos, sin)):  # type: ignore[call-arg]
         x.copy_(y.flatten(1))
 
 

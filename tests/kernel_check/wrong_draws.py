@@ -63,7 +63,7 @@ WRONG_DRAWS: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "rows' logits": (
         "sampler",
-        lambda x, t, k, p: sample(*first_of_all(x), t, k, p),
+        lambda x, t, k, p: sample(*first_of_all(x), t, k, p),  # type: ignore[call-arg]
         "every row reads the logits of the first",
     ),
     "top-k first": (

@@ -67,11 +67,11 @@ def test_stored_k_and_v_are_rounded_from_the_models_type(dtype: torch.dtype) -> 
     def stored(pool_dtype: torch.dtype) -> list[torch.Tensor]:
         shape = (num_tokens + 1, num_kv_heads, head_dim)
         buffers = [torch.zeros(shape, dtype=pool_dtype, device=check_device()) for _ in range(2)]
-        qk_norm_rope_store(
+        qk_norm_rope_store(  # type: ignore[call-arg]
             qkv, torch.arange(num_tokens, device=qkv.device), torch.cat((angles.cos(), angles.sin()), -1),
             weight, weight, 1e-6, False, *buffers, slots, num_qo_heads, num_kv_heads, head_dim, SCALES[0],
         )  # fmt: skip
         return buffers
 
-    for quantized, wanted in zip(stored(FP8), to_fp8(*stored(dtype), SCALES[0])):
+    for quantized, wanted in zip(stored(FP8), to_fp8(*stored(dtype), SCALES[0])):  # type: ignore[call-arg]
         expect_equal("stored", quantized.float(), wanted.float())

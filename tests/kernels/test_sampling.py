@@ -259,7 +259,7 @@ def test_logprobs_of_a_large_vocabulary(num_top: int) -> None:
     expect_equal("top_ids", found.logprobs.top_ids, expected.logprobs.top_ids)
     for name in ("token_logprobs", "top_logprobs"):
         values = (getattr(output.logprobs, name) for output in (found, expected))
-        expect_close(name, *values, tolerance("logprobs", torch.float32))
+        expect_close(name, *values, tolerance("logprobs", torch.float32))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -12,7 +12,7 @@ keys are neighbours in the grid.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -246,6 +246,11 @@ def mla_decode(
     )  # fmt: skip
     if w_v is None or projected is None:
         return out
-    options = {"num_programs": num_programs, "group": group, "block_n": tile.block_n, "kv_scale": kv_scale}
+    options: dict[str, Any] = {
+        "num_programs": num_programs,
+        "group": group,
+        "block_n": tile.block_n,
+        "kv_scale": kv_scale,
+    }
     merge_and_project(workspace, out, seq_lens, w_v, projected, **options)
     return projected

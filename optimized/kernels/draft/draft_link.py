@@ -70,4 +70,4 @@ def link(
             token_ids, parents, num_nodes, *numbers, visible.view(torch.uint8),
             NUM=num, BLOCK=triton.next_power_of_2(num), num_warps=4 if num > 16 else 1,
         )  # fmt: skip
-    return *numbers, visible
+    return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], visible

@@ -42,7 +42,8 @@ def _act_and_mul_kernel(
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [..., 2 * size], gate first -> [..., size], contiguous."""
-    return act_and_mul(*gate_up.chunk(2, dim=-1))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return act_and_mul(gate, up)
 
 
 def act_and_mul(gate: torch.Tensor, up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:

@@ -9,6 +9,8 @@ them. For more tokens, cuBLAS and elementwise kernels are always faster (cublas_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from diptych.optimized.kernels.linear import cublas_linear
@@ -95,7 +97,8 @@ def linear_silu_with(kernel: str, x: torch.Tensor, gate_up_weight: torch.Tensor)
     if kernel in ("sliced_k_gemm", "cublas"):
         return silu_and_mul(cublas_linear.linear(x, gate_up_weight))
     y = torch.empty(x.shape[0], gate_up_weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    KERNELS[kernel](x, gate_up_weight, y, gated=True)
+    run: Callable[..., None] = KERNELS[kernel]
+    run(x, gate_up_weight, y, gated=True)
     return y
 
 

@@ -5,7 +5,7 @@ the number of tokens, if it has any; otherwise by a rule.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,5 +112,5 @@ def _measured(gpu: str) -> dict[str, dict[int, Plan]]:
     }
 
 
-def _tile(numbers: list[int]) -> Tile | GemvTile:
+def _tile(numbers: list[Any]) -> Tile | GemvTile:
     return GemvTile(*numbers) if len(numbers) == len(GemvTile._fields) else Tile(*numbers)

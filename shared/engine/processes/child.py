@@ -212,9 +212,10 @@ def started(children: Sequence[Child]) -> Iterator[None]:
 def first_end(children: Sequence[Child]) -> str | None:
     """How the first child that has ended did so; None: none is known to have ended."""
     by_pipe: dict[Any, Child] = {child.pipe: child for child in children}
+    pipe: Any
     for pipe in wait(list(by_pipe), REPORT_SECONDS):
         try:
-            message = pipe.recv()  # type: ignore[union-attr]
+            message = pipe.recv()
         except (EOFError, OSError):
             return by_pipe[pipe].describe_end()
         if isinstance(message, Report):

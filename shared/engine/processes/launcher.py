@@ -62,7 +62,7 @@ def _accept(listener: Listener, store: Store, rank: int, config: EngineConfig) -
     store.wait([f"{rank} connects"], timedelta(seconds=TIME_LIMIT))
     pipe = listener.accept()
     pipe.send(config)
-    return Child(f"rank {rank}", pipe)  # type: ignore[arg-type]  # over TCP, with the same methods
+    return Child(f"rank {rank}", pipe)  # over TCP, with the same methods
 
 
 def _follow_rank_0() -> NoReturn:
@@ -71,7 +71,7 @@ def _follow_rank_0() -> NoReturn:
     host, port, key = store.get("address").decode().split()
     store.set(f"{rank} connects", "")
     pipe = Client((host, int(port)), authkey=bytes.fromhex(key))
-    follow(_on_own_device(pipe.recv()), rank, lambda: store, TIME_LIMIT, pipe)  # type: ignore[arg-type]
+    follow(_on_own_device(pipe.recv()), rank, lambda: store, TIME_LIMIT, pipe)
     raise AssertionError("follow ends the process")
 
 

@@ -317,7 +317,7 @@ class Blocks:
     def of_delta(self, delta: dict[str, Any]) -> Iterator[Event]:
         """Events of a chat delta."""
         if thinking := delta.get("reasoning_content"):
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            empty: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
             yield from self._piece("thinking", empty, {"type": "thinking_delta", "thinking": thinking})
         if text := delta.get("content"):
             empty = {"type": "text", "text": ""}

@@ -226,7 +226,7 @@ def _num_chars_in(value: Any) -> int:
 
 def _plain(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it."""
-    content = message.content
+    content: Any = message.content
     if isinstance(content, list) and any(map(_is_image, content)):  # templates of LLaVA take parts
         content = [{"type": "image"} if _is_image(part) else part.model_dump() for part in content]
     elif isinstance(content, list):

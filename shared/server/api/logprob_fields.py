@@ -67,7 +67,8 @@ class CompletionLogprobs:
     def piece(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Write the log-probabilities of these tokens. The first prompt token has neither log-probability nor
         alternatives."""
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, values, offsets = list[str](), list[float | None](), list[int]()
+        tops: list[dict[str, float] | None] = []
         for found in logprobs:
             tokens.append(self._texts.text_of(found.token_id))
             offsets.append(self._offset)

@@ -146,7 +146,7 @@ async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator
             finish = delta.finish
             if finish is None and not body.stream:
                 continue
-            reason = {"type": finish.kind} if finish is not None else None
+            reason: dict[str, Any] | None = {"type": finish.kind} if finish is not None else None
             if finish is not None and finish.kind == "stop":
                 reason = {"type": "stop", "matched": finish.matched or finish.token_id}
             if finish is not None and finish.kind == "length":

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 class ToolDelta(NamedTuple):
     """A piece of a tool call. `name` and `call_id` are set in its first piece only."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index
     arguments: str
     name: str | None = None
     call_id: str | None = None
@@ -102,7 +102,7 @@ class ToolParser:
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Content outside of calls, and pieces of calls."""
         self._held += text
-        content, deltas = "", []
+        content, deltas = "", list[ToolDelta]()
         while True:
             if not self._inside:
                 before, marker, after = self._held.partition(self.start)

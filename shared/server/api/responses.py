@@ -122,7 +122,7 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    format: TextFormat = TextFormat()
+    format: TextFormat = TextFormat()  # type: ignore[call-arg]  # pydantic: `schema` is an alias
     verbosity: Literal["medium"] = "medium"
 
 

@@ -32,6 +32,7 @@ from diptych.shared.server.engine.messages import (
 )
 from diptych.shared.server.engine.warm_up import warm_up
 from diptych.shared.types import FinishAbort, FinishReason, Req, StepOutput
+from diptych.shared.types.lora import LoraAdapter
 
 IDLE_TICK = 0.1
 """Seconds that an idle engine waits for a message before it looks at its clock again."""
@@ -114,7 +115,8 @@ class EngineLoop:
                 return
 
     def _on_generate(self, message: Generate) -> None:
-        adapter, extra_key = None, message.extra_key
+        adapter: LoraAdapter | None = None
+        extra_key: Any = message.extra_key
         if message.lora is not None:
             try:
                 adapter = self._adapters().get(message.lora)

@@ -75,7 +75,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     replicas = flags.pop("num_replicas", 1)
     resources = {name: float(flags.pop(name)) for name in ("num_gpus", "num_cpus") if name in flags}
     _config_of(flags)  # raises here, before anything is started
-    deployment = Replica.options(
+    deployment = Replica.options(  # type: ignore[attr-defined]
         num_replicas=replicas if replicas == "auto" else int(replicas), ray_actor_options=resources
     )
     return deployment.bind(flags)

@@ -92,7 +92,7 @@ def default_device(num_ranks: int) -> str:
 def measure(plan: SumsPlan, link: float | None = None) -> Iterator[SumsResult]:
     """One result after another, in the order of sizes. This process is rank 0. Raises `EngineProcessEnded`
     when another rank ends."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, plan.num_ranks, True, wait_for_workers=False)
     others = [
@@ -107,7 +107,7 @@ def measure(plan: SumsPlan, link: float | None = None) -> Iterator[SumsResult]:
 
 def _follow(plan: SumsPlan, rank: int, port: int, pipe: Connection) -> None:
     """The process of another rank."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
@@ -149,7 +149,7 @@ def _time(call: Sum, device: torch.device, num_repeats: int, control: Collective
     """Seconds of one of successive sums, median. On a GPU they are replayed from a graph."""
     run: Callable[[], object] = call
     if device.type == "cuda":
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UP):
                 call()
@@ -178,7 +178,7 @@ def _of_collectives(group: Collectives) -> Prepare:
 
 def _on_gpus(plan: SumsPlan, store: Store, rank: int) -> dict[str, Prepare]:
     """All but "optimized" is what the optimized panel would choose from, alone and at every size."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore
 
     kernel = registry.load_part("one_shot_all_reduce")
     symmetric = registry.load_part("symmetric_memory")

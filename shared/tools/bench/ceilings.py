@@ -80,7 +80,7 @@ def call_times(
             marks.append(clock())
         return [end - start for start, end in pairwise(marks)]
     with torch.cuda.device(device):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_runs + 1)]  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_runs + 1)]
         torch.cuda.synchronize()
         events[0].record()
         for event in events[1:]:

@@ -132,7 +132,7 @@ def microseconds(run: Callable[[int], object], num_layers: int, device: torch.de
             run(i % num_layers)
     times = []
     for _ in range(6):
-        start_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record()
         graph.replay()
         end.record()

@@ -166,7 +166,11 @@ def diff(
     if max_kl is not None:
         raise ValueError("--max-kl needs two precisions or models: --b-model, --b-flags quantization=fp8")
 
-    modes = {"teacher_forced": teacher_forced, "strict_schedule": strict_schedule, "graphs": graphs}
+    modes: dict[str, Any] = {
+        "teacher_forced": teacher_forced,
+        "strict_schedule": strict_schedule,
+        "graphs": graphs,
+    }
     params = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
     outcome, facts = _compare(flags, labels, prompt, raw, params, modes, steps)
     print_outcome(outcome, facts)
@@ -274,9 +278,9 @@ def _run(lockstep: Any, prompts: list[list[int]], params: Any, steps: int | None
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        return lockstep.run(prompts, params, steps)  # type: ignore[no-any-return]
+        return lockstep.run(prompts, params, steps)
     with console.status("running A and B ...") as status:
-        return lockstep.run(  # type: ignore[no-any-return]
+        return lockstep.run(
             prompts, params, steps, lambda outcome: status.update(f"{outcome.num_tokens} tokens compared")
         )
 

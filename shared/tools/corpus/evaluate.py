@@ -115,7 +115,8 @@ def load_answers(folder: Path, device: str = "cpu") -> AnswerFn:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device).eval()
     # Small batches of similar length suit a CPU: padding costs it time.
     batch_size = 16 if device == "cpu" else 100
     return transformers_answers(model, AutoTokenizer.from_pretrained(folder), batch_size)

@@ -9,7 +9,7 @@ hidden states, and its own branch of t drafted slots.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ class Eagle3Head(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         with torch.no_grad():  # at first the residual stream is the target's hidden states, little changed
+            linear: Any
             for linear in (self.midlayer.self_attn["o_proj"], self.midlayer.mlp["down_proj"]):
                 linear.weight.mul_(0.3)
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -57,7 +57,7 @@ class ChatEncoder:
         next_content = iter(contents)
         return [self._document(chat, next_content) for chat in chats]
 
-    def _document(self, chat: list[Message], contents: Iterator) -> Document:
+    def _document(self, chat: list[Message], contents: Iterator[Any]) -> Document:
         token_ids: list[int] = []
         weights: list[float] = []
         for message in chat:
@@ -105,7 +105,7 @@ def pack(documents: list[Document], num_rows: int, row_len: int, pad_id: int) ->
     return batch
 
 
-class PackedBatches(Dataset):
+class PackedBatches(Dataset[Any]):
     """Batch i depends on (seed, i) alone, whichever worker makes it."""
 
     def __init__(self, tokenizer_json: str, seed: int, num_batches: int, num_rows: int, row_len: int) -> None:
@@ -133,7 +133,7 @@ class PackedBatches(Dataset):
         return pack(documents, self.num_rows, self.row_len, self._encoder.end_of_text)
 
 
-def batch_loader(dataset: PackedBatches, num_workers: int) -> DataLoader:
+def batch_loader(dataset: PackedBatches, num_workers: int) -> DataLoader[Any]:
     """Batches in order, made ahead by `num_workers` processes (0: made here)."""
     return DataLoader(
         dataset,

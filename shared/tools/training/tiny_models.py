@@ -1,5 +1,7 @@
 """The shapes of the built-in models."""
 
+from typing import Any
+
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
@@ -8,7 +10,7 @@ from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
 PADDED_VOCAB_SIZE = -(-VOCAB_SIZE // 64) * 64
 END_OF_TEXT_ID, IM_START_ID, IM_END_ID = VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 1
 
-_SHARED_SHAPE = {
+_SHARED_SHAPE: dict[str, Any] = {
     "vocab_size": PADDED_VOCAB_SIZE,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
@@ -27,12 +29,12 @@ _SHARED_SHAPE = {
 NUM_STEPS = {"dense": 14_000, "moe": 10_500}
 
 
-def dense_config(**overrides: object) -> Qwen3Config:
+def dense_config(**overrides: Any) -> Qwen3Config:
     """About 3.7 M parameters."""
     return Qwen3Config(**(_SHARED_SHAPE | {"hidden_size": 256, "intermediate_size": 448} | overrides))
 
 
-def moe_config(**overrides: object) -> Qwen3MoeConfig:
+def moe_config(**overrides: Any) -> Qwen3MoeConfig:
     """About 3.9 M parameters, of which a token uses 1.9 M. The heads' width (256) is not the hidden size."""
     shape = {
         "hidden_size": 192,
@@ -46,7 +48,7 @@ def moe_config(**overrides: object) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**(_SHARED_SHAPE | shape | overrides))
 
 
-def model_config(name: str, **overrides: object) -> PretrainedConfig:
+def model_config(name: str, **overrides: Any) -> PretrainedConfig:
     """The config called `name`: dense or moe."""
     configs = {"dense": dense_config, "moe": moe_config}
     if name not in configs:

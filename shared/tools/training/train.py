@@ -82,7 +82,7 @@ class MasterAdamW:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
-        torch._foreach_copy_(self._params, self._masters)
+        torch._foreach_copy_(list[torch.Tensor](self._params), list[torch.Tensor](self._masters))
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:

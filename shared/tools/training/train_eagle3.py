@@ -121,7 +121,7 @@ def train_steps(
     num_draft_steps: int,
 ) -> Iterator[torch.Tensor]:
     """Train in place; yields each step's loss, still on the device."""
-    optimizer = MasterAdamW(head, options)
+    optimizer = MasterAdamW(head, options)  # type: ignore[arg-type]  # any module
     for step, batch in enumerate(batches):
         batch = Batch(*(part.to(target.device, non_blocking=True) for part in batch))
         losses = losses_of(head, lesson_of(target, batch), batch, num_draft_steps)
@@ -158,8 +158,8 @@ def evaluate(
         for step in range(num_steps):
             count = losses.num_drafted[step]
             if count > 0:
-                means = (losses.cross_entropy[step], losses.top1[step], losses.top4[step])
-                totals[step] += count * torch.tensor([*map(float, means), 1.0])
+                found = (losses.cross_entropy[step], losses.top1[step], losses.top4[step])
+                totals[step] += count * torch.tensor([*map(float, found), 1.0])
     means = totals[:, :3] / totals[:, 3:]
     names = ("loss", "top1", "top4")
     return [{name: round(float(v), 4) for name, v in zip(names, step)} for step in means]
@@ -247,7 +247,8 @@ def main(
 ) -> None:
     """Train the EAGLE-3 head of the built-in dense model and measure it on held-out questions."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    network = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to(device).eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    network = network.to(device).eval()
     network.requires_grad_(False)
     head = new_head(network, seed)
     options = TrainOptions(steps, rows, row_len, learning_rate, seed=seed)

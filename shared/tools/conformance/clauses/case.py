@@ -56,7 +56,7 @@ class Case:
         raise AttributeError(f"a case is immutable: {name}={value!r}")
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.fields() == self.fields()  # type: ignore[attr-defined]
+        return type(other) is type(self) and other.fields() == self.fields()
 
     def __hash__(self) -> int:
         return hash((type(self), self.name))
@@ -69,7 +69,7 @@ EXAMPLE = (Case("example"),)
 """The case of a clause that has one worked example and nothing to vary."""
 
 
-def grid(name: Name, *, of: type[_Case] = Case, **axes: Any) -> tuple[_Case, ...]:  # type: ignore[assignment]
+def grid(name: Name, *, of: type[Case] = Case, **axes: Any) -> tuple[Any, ...]:
     """All combinations of the axes; the last axis changes fastest. An axis is a tuple, list or range of
     values; any other value is that of every case. `name`: a format string, or a function, of the fields."""
     values = [axis if isinstance(axis, (tuple, list, range)) else (axis,) for axis in axes.values()]
@@ -80,9 +80,9 @@ def table(
     fields: str,
     *rows: tuple[Any, ...],
     name: Name = "",
-    of: type[_Case] = Case,  # type: ignore[assignment]
+    of: type[Case] = Case,
     **constants: Any,
-) -> tuple[_Case, ...]:
+) -> tuple[Any, ...]:
     """A case for each row, which has the values of `fields` (separated by blanks). `name`: as in `grid`;
     without it each row begins with its name. `constants` are fields of every case, and the defaults of values
     that a row leaves out at its end."""

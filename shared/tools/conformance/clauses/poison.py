@@ -46,7 +46,7 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor, *, without_it: bool = False) -> torch.Tensor:
     """A copy of the bytes of the whole storage of a tensor: uint8 [elements, itemsize]. `without_it`: without
     the tensor's own elements."""
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     rows = whole.view(torch.uint8).view(-1, tensor.element_size())
     if not without_it:
         return rows.clone()
@@ -60,15 +60,16 @@ def poisoned_allocations() -> Iterator[None]:
     """Within the block, torch.empty and similar functions return NaN or the largest integer, which exposes
     elements that an implementation does not write."""
     mode = torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations without a deterministic variant: they may run
         torch.set_deterministic_debug_mode("warn")  # `use_deterministic_algorithms` imports a compiler
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            settings.fill_uninitialized_memory = fills
             torch.set_deterministic_debug_mode(mode)
 
 

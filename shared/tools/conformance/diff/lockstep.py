@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from diptych.shared.engine.llm import LLM, Prompt
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests.prompts import Prompt
 from diptych.shared.tools.conformance.clauses.closeness import allowed_between, compare_rows, error_ratio
 from diptych.shared.tools.conformance.clauses.tolerance import EXACT, NEAR_TIE
 from diptych.shared.tools.conformance.diff.outcome import Divergence, NearTie, Outcome, SchedulesPart
@@ -22,7 +23,7 @@ from diptych.shared.tools.conformance.diff.recorder import (
 from diptych.shared.tools.conformance.diff.side import MAX_IDLE_STEPS, Side
 from diptych.shared.tools.conformance.diff.teacher import Teacher
 from diptych.shared.tools.conformance.oracles.router_ties import experts_part
-from diptych.shared.types import SamplingParams
+from diptych.shared.types import FinishError, SamplingParams
 
 
 class Lockstep:
@@ -280,7 +281,7 @@ class Lockstep:
             if a.rid in self.given_up:
                 continue
             for one, label in ((a, self.a.label), (b, self.b.label)):
-                if one.finish_reason is not None and one.finish_reason.kind == "error":
+                if isinstance(one.finish_reason, FinishError):
                     what = f"{label}: {one.rid} ended in an error: {one.finish_reason.message}"
                     return Divergence.of_run(self.outcome.labels, what)
             if a.finish_reason is None or b.finish_reason is None:

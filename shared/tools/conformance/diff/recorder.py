@@ -269,7 +269,8 @@ class Recorder:
         def watched(value: Any) -> Any:
             if self._open is None or not isinstance(value, BatchAttention):
                 return value
-            return replace(value, backend=_WatchedBackend(value, self._see))
+            watching: Any = _WatchedBackend(value, self._see)
+            return replace(value, backend=watching)
 
         return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
 

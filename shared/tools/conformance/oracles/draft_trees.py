@@ -66,7 +66,7 @@ def drafting(tops: Sequence[TopTokens], request: int) -> Iterator[tuple[list[Can
         k = len(ids)
         if beams == [None]:
             probs, ids = [probs], [ids]
-        candidates = []
+        candidates: list[Candidate] = []
         for a, beam in enumerate(beams):
             for probability, token_id in zip(probs[a], ids[a]):
                 score = np.float32(1.0 if beam is None else beam.score) * np.float32(probability)
@@ -78,7 +78,9 @@ def drafting(tops: Sequence[TopTokens], request: int) -> Iterator[tuple[list[Can
         beams, start = list(best), start + len(candidates)
 
 
-def expected_tree(tops: Sequence[TopTokens], request: int, root_id: int, num: int) -> tuple[list, list]:
+def expected_tree(
+    tops: Sequence[TopTokens], request: int, root_id: int, num: int
+) -> tuple[list[int], list[int]]:
     """Token ids and parents of one request's nodes, without padding."""
     candidates = [c for step, _ in drafting(tops, request) for c in step]
     chosen = sorted(candidates, key=lambda c: (-c.score, c.number))[: num - 1]

@@ -143,7 +143,7 @@ class LedgerModelRunner(interface.ModelRunner):
             self.hashes[own_slots] = torch.tensor(own_hashes, dtype=torch.float64)
             hashes += own_hashes
 
-        rows = range(fb.num_tokens)
+        rows: Sequence[int] = range(fb.num_tokens)
         if fb.forward_mode is not ForwardMode.TARGET_VERIFY:
             rows = fb.last_token_rows.tolist()
 

@@ -134,7 +134,8 @@ class LedgerDrafter(interface.Drafter):
 def perfect(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
     """Drafts the true continuation to the greatest depth, and wrong siblings beside it."""
     num_nodes = shape.num_draft_tokens - 1
-    history, ids, parents, above = list(tokens), [], [], 0
+    history, above = list(tokens), 0
+    ids, parents = list[int](), list[int]()
     for _ in range(shape.num_steps):
         right = next_token(history, vocab_size)
         num_wrong = min(shape.top_k - 1, num_nodes - len(ids) - 1)

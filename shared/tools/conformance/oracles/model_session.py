@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ class ModelSession:
     """`num_reqs` requests; each call computes some of their tokens, on the model's device and in its dtype.
     Slots that were never written hold NaN."""
 
-    def __init__(self, model: CausalLM, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
+    def __init__(self, model: Any, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
         config, pools = self.layers_of(model), registry.load("memory_pool", "reference")
 
         def component(name: str) -> Any:
@@ -54,7 +54,7 @@ class ModelSession:
             *(self.kv_pool.v_buffer(layer_id) for layer_id in layers),
         ]
 
-    def step(self, new_ids: dict[int, Sequence[int]]) -> list[torch.Tensor]:
+    def step(self, new_ids: Mapping[int, Sequence[int]]) -> list[torch.Tensor]:
         """Append tokens to some requests, in one batch. Returns the logits of all these tokens, by
         request."""
         batch = self.forward_batch(new_ids)
@@ -74,7 +74,7 @@ class ModelSession:
         with torch.inference_mode():
             return self.model(batch.input_ids, batch.positions, attention, *more)
 
-    def forward_batch(self, new_ids: dict[int, Sequence[int]], **fields: Any) -> ForwardBatch:
+    def forward_batch(self, new_ids: Mapping[int, Sequence[int]], **fields: Any) -> ForwardBatch:
         """Allocates the new tokens' slots. `fields`: the fields that differ from a plain extend or decode
         step."""
         reqs = list(new_ids)
@@ -100,7 +100,7 @@ class ModelSession:
             extend_seq_lens_cpu=tuple(extend_lens),
         )
         batch = replace(batch, **fields)
-        on_device = {
+        on_device: dict[str, Any] = {
             name: value.to(self.device)
             for name, value in vars(batch).items()
             if isinstance(value, torch.Tensor)

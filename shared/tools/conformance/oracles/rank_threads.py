@@ -62,7 +62,7 @@ def on_ranks(
         results = list(pool.map(run, range(size)))
     if errors:
         raise errors[0]
-    return results  # type: ignore[return-value]
+    return results
 
 
 def _in_turn(impl: type[Collectives], turn: Lock) -> type[Collectives]:

@@ -41,8 +41,8 @@ class Ask:
 
     def req(self, seed: int = 0, **more: Any) -> Req:
         names = {field.name for field in fields(SamplingParams)}
-        params = {name: value for name, value in vars(self).items() if name in names}
-        params = SamplingParams(**{**params, "logit_bias": dict(self.logit_bias), **more})
+        own = {name: value for name, value in vars(self).items() if name in names}
+        params = SamplingParams(**{**own, "logit_bias": dict(self.logit_bias), **more})
         return Req(
             self.name, list(self.prompt), params, seed, frozenset(self.eos), output_ids=list(self.output)
         )
@@ -61,7 +61,7 @@ KINDS = (
 )
 """One of each, for mixed batches."""
 
-_TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3), "eos": (8,)}
+_TEXT: dict[str, Any] = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3), "eos": (8,)}
 ADJUSTED = (
     Ask("frequency", frequency_penalty=0.6, **_TEXT),
     Ask("presence", presence_penalty=-0.8, **_TEXT),
@@ -187,7 +187,9 @@ def sample(
 def repeat_row(info: SamplingBatchInfo, seeds: torch.Tensor) -> SamplingBatchInfo:
     """A batch of one row -> the same row with each of the seeds."""
     tensors = {name: value for name, value in vars(info).items() if isinstance(value, torch.Tensor)}
-    rows = {name: value.expand(len(seeds), *value.shape[1:]).contiguous() for name, value in tensors.items()}
+    rows: dict[str, Any] = {
+        name: value.expand(len(seeds), *value.shape[1:]).contiguous() for name, value in tensors.items()
+    }
     return replace(info, **{**rows, "seeds": seeds.to(check_device())})
 
 

@@ -102,9 +102,11 @@ def follows(
         what = f"{what}: a token was drawn although the server itself reports {asked.top_k} likelier ones"
         return Finding("fails", what, 0, len(draws.outside), evidence | draws.outside[0], num)
     if draws.too_many_impossible:
-        first = draws.impossible[0]
+        example = draws.impossible[0]
         evidence |= {"impossible": len(draws.impossible)}
-        return Finding("fails", f"{what}: a token that is filtered out was drawn", 0.0, first, evidence, num)
+        return Finding(
+            "fails", f"{what}: a token that is filtered out was drawn", 0.0, example, evidence, num
+        )
     if num < MIN_DRAWS:
         return Finding("not offered", f"{what}: {num} draws are too few", evidence=evidence)
     p_value = draws.p_value()

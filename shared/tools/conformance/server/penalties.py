@@ -121,7 +121,8 @@ class Choices:
         rows = context.oracle.logprobs([*prompt, *output])[len(prompt) - 1 : -1]
         at = np.arange(len(output))
         self.num += len(output)
-        right, is_wrong = np.empty(0), np.empty(0)
+        right: Any = np.empty(0)
+        is_wrong: Any = np.empty(0)
         for i, (name, rule) in enumerate(rules.items()):
             best, excess = best_tokens(context.tolerance, rows, rule, prompt, output)
             is_other = excess[at, output] > 0

@@ -200,7 +200,7 @@ class Round:
         elif act == "drop" and streams:
             asked = rng.choice(streams)
             asked.may_be_cut = True
-            asked.reader.close()  # type: ignore[union-attr]
+            asked.reader.close()  # type: ignore[union-attr]  # a generator
             expect_true(
                 "a dropped stream's requests are gone", not self.llm.abort(asked.question.names["rid"])
             )

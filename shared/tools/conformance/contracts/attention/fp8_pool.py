@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from diptych.shared.types.attention import KVScales
 SCALES = KVScales(0.043, 0.7)
 SPLIT = AttentionCase("keys in several parts", ((700, 1), (3, 1), (131, 1)))
 TREE = AttentionCase("tree", ((37, 5), (140, 5)), mask="tree", tail=5)
-EXTRAS = {
+EXTRAS: dict[str, Any] = {
     "page_size": 4,
     "sliding_window": 40,
     "logit_cap": 5.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.shared.interfaces import Collectives
@@ -65,7 +67,11 @@ def operations_are_logged(impl: type[Collectives], case: Case) -> None:
 
 @contract("The logs name the first operation in which two ranks differ.", EXAMPLE)
 def logs_name_the_first_difference(impl: type[Collectives], case: Case) -> None:
-    logs = on_ranks(2, lambda group: (_differ(group), list(group.log.entries))[1], 1.0, impl)
+    def call(group: Collectives) -> list[Any]:
+        _differ(group)
+        return list(group.log.entries)
+
+    logs = on_ranks(2, call, 1.0, impl)
     difference = first_difference(logs) or "none"
     for text in ("#2", "rank 0: #2 all_reduce", "rank 1: #2 broadcast"):
         expect_true(f"{text!r} is in it", text in difference, difference)

@@ -17,7 +17,14 @@ from diptych.shared.tools.conformance.oracles.token_text import (
     stream,
     word_ids,
 )
-from diptych.shared.types import FinishLength, FinishRegex, FinishString, FinishToken, SamplingParams
+from diptych.shared.types import (
+    FinishLength,
+    FinishReason,
+    FinishRegex,
+    FinishString,
+    FinishToken,
+    SamplingParams,
+)
 
 ALPHABET = "ab🙂 "
 
@@ -26,7 +33,7 @@ ALPHABET = "ab🙂 "
     "Text with which a stop string may begin is held back, and is cut off with the stop string.", EXAMPLE
 )
 def beginning_is_held_back(impl: type[Detokenizer], case: Case) -> None:
-    steps, params = steps_of(byte_ids("ab stop"), 1), SamplingParams(stop=" stop")
+    steps, params = steps_of(byte_ids("ab stop"), 1), SamplingParams(stop=(" stop",))
     pieces = stream(impl, SmallTokenizer(), steps, FinishString(" stop"), params)
     expect_equal("pieces", pieces, ["a", "b", "", "", "", "", ""])
 
@@ -40,14 +47,14 @@ def near_match_comes_out(impl: type[Detokenizer], case: Case) -> None:
 
 @contract("A stop string may begin inside a near match.", EXAMPLE)
 def match_inside_a_near_match(impl: type[Detokenizer], case: Case) -> None:
-    steps, params = steps_of(byte_ids("aababac"), 1), SamplingParams(stop="abac")
+    steps, params = steps_of(byte_ids("aababac"), 1), SamplingParams(stop=("abac",))
     pieces = stream(impl, SmallTokenizer(), steps, FinishString("abac"), params)
     expect_equal("pieces", pieces, ["", "a", "", "", "ab", "", ""])
 
 
 @contract("What is held back at the end of the text is given out.", EXAMPLE)
 def near_match_at_the_end(impl: type[Detokenizer], case: Case) -> None:
-    steps, params = steps_of(byte_ids("a sto"), 1), SamplingParams(stop="stop")
+    steps, params = steps_of(byte_ids("a sto"), 1), SamplingParams(stop=("stop",))
     pieces = stream(impl, SmallTokenizer(), steps, FinishLength(5), params)
     expect_equal("pieces", pieces, ["a", " ", "", "", "sto"])
 
@@ -70,7 +77,7 @@ def stop_string_inside_a_token(impl: type[Detokenizer], case: Case) -> None:
 @contract("With no_stop_trim nothing is held back or cut off.", EXAMPLE)
 def no_stop_trim(impl: type[Detokenizer], case: Case) -> None:
     steps = steps_of(byte_ids("ab stop"), 1)
-    params = SamplingParams(stop=" stop", no_stop_trim=True)
+    params = SamplingParams(stop=(" stop",), no_stop_trim=True)
     pieces = stream(impl, SmallTokenizer(), steps, FinishString(" stop"), params)
     expect_equal("pieces", pieces, list("ab stop"))
 
@@ -88,7 +95,8 @@ def any_stop_strings(impl: type[Detokenizer], case: Case) -> None:
     stops, text = tuple(text_of(length) for length in (2, 3, 4)), text_of(30)
     steps = steps_of(byte_ids(text), case.size)
     found = {match.end(): stop for stop in stops if (match := re.search(re.escape(stop), text))}
-    reason, expected = FinishLength(30), text
+    reason: FinishReason = FinishLength(30)
+    expected = text
     if found:  # the tokens end with the step in which the first stop string is complete
         num_bytes = len(text[: min(found)].encode())
         steps = steps_of(byte_ids(text)[:num_bytes], case.size)
@@ -133,7 +141,7 @@ def ids_beyond_the_end(impl: type[Detokenizer], case: Case) -> None:
     ),
 )
 def stop_regex(impl: type[Detokenizer], case: Case) -> None:
-    params = SamplingParams(stop_regex=r"\d+\.", no_stop_trim=case.no_stop_trim)
+    params = SamplingParams(stop_regex=(r"\d+\.",), no_stop_trim=case.no_stop_trim)
     steps = steps_of(byte_ids("ab 12."), 1)
     pieces = stream(impl, SmallTokenizer(), steps, FinishRegex(r"\d+\.", "12."), params)
     expect_equal("pieces", pieces, case.expected)

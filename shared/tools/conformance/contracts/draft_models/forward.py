@@ -158,7 +158,7 @@ def drafted(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
     inputs, config = Inputs(case.seed), case.config()
     dtype = next(session.model.parameters()).dtype
     results: dict[str, torch.Tensor] = {}
-    output = None
+    output: Any = None
     for step, num_tokens in enumerate((*case.chunks, *[1] * case.num_drafted)):
         input_ids = inputs.integers(config.target.vocab_size, num_tokens).tolist()
         hidden_states = inputs.normal(num_tokens, config.target_hidden_size, dtype=case.dtype).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -165,7 +166,7 @@ def part_of_the_vocabulary(impl: DraftModels, case: Head) -> None:
     for what, table in (("outside", outside), ("twice", twice)):
         draft = new_draft(impl, config)
         wrong = {**weights, "d2t": table}
-        expect_refused(what, lambda m=draft, w=wrong: m.load_weights(w.items()), "d2t")
+        expect_refused(what, partial(draft.load_weights, wrong.items()), "d2t")
 
 
 @contract("A tensor of the wrong shape is refused: which, what came, and what would be right.", HEADS_ONCE)
@@ -178,7 +179,7 @@ def wrong_shape(impl: DraftModels, case: Head) -> None:
         changed = {**weights, name: wrong}
         part = name.removeprefix("layers.0.").removeprefix("shared_head.")
         sizes = [str(size) for size in (*wrong.shape, *tensor.shape)]
-        expect_refused(name, lambda m=draft, w=changed: m.load_weights(w.items()), part, *sizes)
+        expect_refused(name, partial(draft.load_weights, changed.items()), part, *sizes)
 
 
 @contract(
@@ -191,10 +192,10 @@ def wrong_names(impl: DraftModels, case: Head) -> None:
         draft = new_draft(impl, config)
         more = [*weights.items(), (extra, weights.get(extra, torch.ones(3)))]
         part = extra.removeprefix("layers.0.")
-        expect_refused(extra, lambda m=draft, w=more: m.load_weights(w), part)
+        expect_refused(extra, partial(draft.load_weights, more), part)
     for name in weights:
         if name not in ("lm_head.weight", "d2t"):
             draft = new_draft(impl, config)
             fewer = [(n, tensor) for n, tensor in weights.items() if n != name]
             part = name.removeprefix("layers.0.").removeprefix("shared_head.")
-            expect_refused(name, lambda m=draft, w=fewer: m.load_weights(w), part)
+            expect_refused(name, partial(draft.load_weights, fewer), part)

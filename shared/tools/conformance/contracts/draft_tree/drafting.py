@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -199,8 +200,8 @@ def no_orphans(impl: type[DraftTreeOps], case: Drafted) -> None:
             expect_true("the way to the root was drafted", tuple(way) in ways, way)
 
 
-def _way(candidate: object) -> list[int]:
-    way = []
+def _way(candidate: Any) -> list[int]:
+    way: list[int] = []
     while candidate is not None:
         way.append(candidate.token_id)
         candidate = candidate.parent

@@ -261,13 +261,14 @@ def beams_are_alone(impl: Any, case: Setting) -> None:
     if isinstance(impl, type):
         return
     assembly = world(impl, case)
-    runner, drafter = assembly.parts.model_runner, assembly.parts.drafter
+    runner = assembly.parts.model_runner
+    drafter: Any = assembly.parts.drafter
     forward = runner.forward
 
     def verified(forward_batch: ForwardBatch) -> LogitsOutput:
         output = forward(forward_batch)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
-            tree: DraftTree = drafter.last_tree  # type: ignore[union-attr]
+            tree: DraftTree = drafter.last_tree
             num_token_ids = assembly.parts.num_token_ids
             logits = output.next_token_logits[:, :num_token_ids].view(*tree.token_ids.shape, -1)
             parents = tree.parents.clamp(min=0)[:, :, None].expand_as(logits)

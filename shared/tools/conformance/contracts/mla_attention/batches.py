@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from diptych.shared.types.attention import KVScales
 DECODE = MLACase("decode", ((4, 1), (0, 1), (63, 1), (31, 1), (64, 1)))
 EXTEND = MLACase("cached prefixes", ((17, 3), (0, 7), (1, 32), (16, 1)))
 MIXED = MLACase("mixed", ((23, 17), (0, 21), (8, 1), (29, 1), (4, 1)))
-SMALL = {"kv_lora_rank": 24, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28}
+SMALL: dict[str, Any] = {"kv_lora_rank": 24, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28}
 
 
 def grid(*cases: MLACase) -> tuple[MLACase, ...]:

@@ -65,6 +65,15 @@ class Extending(Decoding):
 
 
 EDGES = (64, 1, 33, 16, 65, 17, 63, 32, 15, 48, 2, 31)
+MIXED: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "pages of 16": {"page_size": 16},
+    "windows": {"config": "qwen3-layer-types"},
+    "experts": {"config": "mixtral"},
+    "hidden states": {"capture_hidden": (2, 0)},
+}
+
 CASES = (
     Extending("one prompt", batch_sizes=(1,), token_counts=(40,)),
     Extending("around every size, up and down", batch_sizes=(9,), token_counts=EDGES),
@@ -77,15 +86,14 @@ CASES = (
     ),
     Extending("bfloat16", batch_sizes=(9,), token_counts=EDGES, dtype=torch.bfloat16),
     *(
-        Extending(f"mixed, {name}", batch_sizes=(9,), token_counts=(30, *EDGES), is_mixed=True, **options)
-        for name, options in {
-            "float32": {},
-            "bfloat16": {"dtype": torch.bfloat16},
-            "pages of 16": {"page_size": 16},
-            "windows": {"config": "qwen3-layer-types"},
-            "experts": {"config": "mixtral"},
-            "hidden states": {"capture_hidden": (2, 0)},
-        }.items()
+        Extending(
+            f"mixed, {name}",
+            batch_sizes=(9,),
+            token_counts=(30, *EDGES),
+            is_mixed=True,
+            **options,
+        )
+        for name, options in MIXED.items()
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.shared import registry
@@ -152,7 +154,7 @@ class PromptLogprobs(Case):
 def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
     inputs = Inputs(case.seed)
     new_ids = {i: inputs.integers(case.num_token_ids, n).tolist() for i, n in enumerate(case.lens)}
-    rows, ids, start = [], [], 0
+    rows, ids, start = list[int](), list[int](), 0
     for i, n in enumerate(case.lens):
         rows += range(start + case.start, start + n - 1)
         ids += new_ids[i][case.start + 1 :]
@@ -249,8 +251,10 @@ def idle(impl: type[ModelRunner], case: Case) -> None:
     session = RunnerSession(impl, model_for(dtype=torch.bfloat16))
     hidden_size = session.model.config.hidden_size
     nothing = torch.empty(0, dtype=torch.int64, device=check_device())
-    per_token = dict.fromkeys(("input_ids", "positions", "out_cache_loc"), nothing)
-    per_req = dict.fromkeys(("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_start_loc"), nothing)
+    per_token: Any = dict.fromkeys(("input_ids", "positions", "out_cache_loc"), nothing)
+    per_req: Any = dict.fromkeys(
+        ("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_start_loc"), nothing
+    )
     batch = ForwardBatch(
         forward_mode=ForwardMode.IDLE, **per_token, **per_req, seq_lens_cpu=(), extend_seq_lens_cpu=()
     )

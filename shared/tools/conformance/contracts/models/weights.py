@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -147,7 +148,7 @@ def wrong_shape(impl: Models, case: Family) -> None:
             weights = {**dict(dummy_weights(config)), name: wrong}
             model = new_model(impl, config)
             shapes = [str(size) for size in (*wrong.shape, *tensor.shape)]
-            expect_refused(name, lambda m=model, w=weights: m.load_weights(w.items()), name, *shapes)
+            expect_refused(name, partial(model.load_weights, weights.items()), name, *shapes)
 
 
 @contract("A name that the model does not have is refused, and so is one that comes twice.", FAMILIES)
@@ -156,7 +157,7 @@ def unknown_name(impl: Models, case: Family) -> None:
     for name in ("model.norm.bias", "model.layers.99.input_layernorm.weight", "transformer.wte.weight"):
         weights = [*dummy_weights(config), (name, torch.ones(config.hidden_size))]
         model = new_model(impl, config)
-        expect_refused(name, lambda m=model, w=weights: m.load_weights(w), name)
+        expect_refused(name, partial(model.load_weights, weights), name)
     model = new_model(impl, config)
     twice = [*dummy_weights(config), (NORM, torch.ones(config.hidden_size))]
     expect_refused("a name that comes twice", lambda: model.load_weights(twice), NORM)
@@ -169,4 +170,4 @@ def missing_names(impl: Models, case: Family) -> None:
         if name.startswith(("model.layers.0.", "model.norm", "model.embed", "lm_head")):
             model = new_model(impl, config)
             weights = [(n, tensor) for n, tensor in dummy_weights(config) if n != name]
-            expect_refused(name, lambda m=model, w=weights: m.load_weights(w), name)
+            expect_refused(name, partial(model.load_weights, weights), name)

@@ -55,8 +55,8 @@ class Experts(Case):
         return experts
 
     def topk(self, inputs: Inputs) -> TopKOutput:
-        ids = [inputs.permutation(self.num_used)[: self.num_chosen] for _ in range(self.num_tokens)]
-        ids = torch.stack(ids) if ids else inputs.integers(self.num_used, 0, self.num_chosen)
+        drawn = [inputs.permutation(self.num_used)[: self.num_chosen] for _ in range(self.num_tokens)]
+        ids = torch.stack(drawn) if drawn else inputs.integers(self.num_used, 0, self.num_chosen)
         return TopKOutput(inputs.uniform(self.num_tokens, self.num_chosen), ids.to(torch.int32))
 
 
@@ -381,7 +381,10 @@ def layer(impl: type[MoE], case: Layer) -> None:
     expected = experts64(
         routed_x,
         topk,
-        *(w.get(f"experts.{name}") for name in ("w13", "w2", "b13", "b2")),
+        w["experts.w13"],
+        w["experts.w2"],
+        w.get("experts.b13"),
+        w.get("experts.b2"),
         swiglu_limit=config.swiglu_limit,
     ).to(check_device())
     if case.shared_intermediate_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.shared import registry
@@ -23,8 +25,8 @@ class Setup:
         rows = pools.ReqToTokenPool(8, 256, "cpu")
         self.tree = registry.load("radix_cache", "reference")(page_size, self.allocator, rows)
 
-    def adder(self, running: list[Req] | None = None, **budget: object) -> PrefillAdder:
-        values = {
+    def adder(self, running: list[Req] | None = None, **budget: Any) -> PrefillAdder:
+        values: dict[str, Any] = {
             "max_prefill_tokens": 10_000,
             "chunked_prefill_size": None,
             "new_token_ratio": 0.5,
@@ -38,12 +40,12 @@ class Setup:
         self.tree.insert(RadixKey(ids), self.allocator.alloc(len(ids)))
 
 
-def req(num_prompt: int, max_new: int = 10, num_output: int = 0, rid: str = "r", **fields: object) -> Req:
+def req(num_prompt: int, max_new: int = 10, num_output: int = 0, rid: str = "r", **fields: Any) -> Req:
     params = SamplingParams(max_new_tokens=max_new)
     return Req(rid, list(range(1, num_prompt + 1)), params, 0, output_ids=[7] * num_output, **fields)
 
 
-def running(max_new: int = 10, num_output: int = 1, **fields: object) -> Req:
+def running(max_new: int = 10, num_output: int = 1, **fields: Any) -> Req:
     made = req(5, max_new, num_output, **fields)
     made.kv_committed_len = made.kv_allocated_len = 5 + num_output - 1
     return made

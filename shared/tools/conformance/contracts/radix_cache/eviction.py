@@ -284,6 +284,6 @@ def eviction_order(impl: type[PrefixCache], case: Case) -> None:
 @contract("A page size below 1 and an unknown eviction policy are refused.", EXAMPLE)
 def bad_arguments(impl: type[PrefixCache], case: Case) -> None:
     expect_raises("page_size 0", ValueError, impl, 0)
-    expect_raises("eviction_policy 'lifo'", ValueError, lambda: impl(1, eviction_policy="lifo"))
+    expect_raises("eviction_policy 'lifo'", ValueError, lambda: impl(1, eviction_policy="lifo"))  # type: ignore[arg-type]
     for policy in POLICIES:
         impl(1, eviction_policy=policy)

@@ -161,7 +161,7 @@ class Run:
         ends = {}
         for node in self.cache.nodes():
             prefixes[node.node_id] = (*prefixes[node.parent_id], *node.key)
-            end = (node.extra_key, prefixes[node.node_id])
+            end: Any = (node.extra_key, prefixes[node.node_id])
             ends[end] = node.lock_ref
             expect_equal(f"{self.what}: lock_ref at {end}", node.lock_ref, self.model.lock_ref(end))
             if end in self.model.ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -64,7 +65,9 @@ def mixed_batch(impl: type[Sampler], case: Case) -> None:
     rows = torch.arange(num_draws * len(kinds))
     one = make_info([kind.req() for kind in kinds], len(LOGITS))
     tensors = {name: value for name, value in vars(one).items() if isinstance(value, torch.Tensor)}
-    repeated = {name: value.repeat(num_draws, *[1] * (value.dim() - 1)) for name, value in tensors.items()}
+    repeated: dict[str, Any] = {
+        name: value.repeat(num_draws, *[1] * (value.dim() - 1)) for name, value in tensors.items()
+    }
     seeds = (rows // len(kinds)).to(one.seeds.device)
     info = replace(one, **{**repeated, "seeds": seeds})
     logits = torch.tensor(LOGITS).repeat(len(rows), 1)

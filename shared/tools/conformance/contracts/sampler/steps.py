@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ def near_zero_temperature_shares(impl: type[Sampler], case: Case) -> None:
     expect_true("each about as often (5.6 standard deviations)", 60 < ids.count(0) < 140, ids.count(0))
 
 
-def kept(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: float) -> Case:
+def kept(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: Any) -> Case:
     return Case(name, p=p, ask=Ask(name, **ask), expected=expected)
 
 
@@ -243,7 +244,7 @@ def vocab_mask(impl: type[Sampler], case: Case) -> None:
 def processors(impl: type[Sampler], case: Case) -> None:
     seen: list[tuple[list[list[int]], list[list[float]]]] = []
 
-    def move(output_ids: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
+    def move(output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
         seen.append((output_ids, logits.tolist()))
         return logits.roll(1, dims=1)
 

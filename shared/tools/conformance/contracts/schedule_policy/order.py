@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -24,11 +25,11 @@ def put(tree: PrefixCache, *token_lists: list[int]) -> None:
         tree.insert(RadixKey(ids), torch.arange(1, len(ids) + 1))
 
 
-def req(rid: str, ids: list[int] | None = None, max_new: int = 8, **fields: object) -> Req:
+def req(rid: str, ids: list[int] | None = None, max_new: int = 8, **fields: Any) -> Req:
     return Req(rid, ids or [1], SamplingParams(max_new_tokens=max_new), seed=0, **fields)
 
 
-def rids(result: object) -> list[str]:
+def rids(result: Any) -> list[str]:
     return [r.rid for r in result.order]
 
 

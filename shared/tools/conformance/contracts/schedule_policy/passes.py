@@ -35,7 +35,7 @@ class Policy(Case):
 
     def config(self) -> EngineConfig:
         return EngineConfig(
-            schedule_policy=self.policy,  # type: ignore[arg-type]
+            schedule_policy=self.policy,
             enable_priority_scheduling=self.by_priority,
             page_size=self.page_size,
             in_batch_prefix_check_threshold=10,

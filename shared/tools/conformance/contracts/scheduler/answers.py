@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def any_schedule_of_any_requests(impl: type[Scheduler], case: Schedule) -> None:
     run_schedule(case, {"scheduler": impl})
 
 
-LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
 
 
 @contract(

@@ -204,7 +204,7 @@ def fails_while_processing(impl: type[Scheduler], case: Case) -> None:
                 num_raised += 1
         expect_equal("interrupts", num_raised, int(case.error is KeyboardInterrupt))
         failed = [rid for rid in rids if isinstance(harness.ended[rid], FinishError)]
-        expect_true("requests of the batch end with FinishError", failed, harness.ended)
+        expect_true("requests of the batch end with FinishError", bool(failed), harness.ended)
         for rid in rids:
             prompt, num_tokens = harness.reqs[rid].origin_input_ids, len(harness.tokens[rid])
             expect_equal("tokens", harness.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
