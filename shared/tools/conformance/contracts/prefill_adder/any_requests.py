@@ -77,7 +77,10 @@ def random_requests(seed: int) -> Case:
         new_token_ratio=rng.choice([0.0, 0.13, 0.7, 1.0]),
         num_reserved_tokens=rng.choice([0, 9]),
         in_batch_prefix_threshold=rng.choice([-1, 0, 3, 20]),
-        wanted=(wanted("add", "add", "chunk"), *(wanted(*["add"] * 4, "preempt") for _ in range(7))),
+        wanted=(
+            wanted("add", "add", "chunk"),
+            *(wanted("add", "add", "add", "add", "preempt") for _ in range(7)),
+        ),
     )
 
 

@@ -120,7 +120,7 @@ def random_passes(policy: Policy, seed: int, num_events: int = 120, num_waiting:
         k=num_events,
     )
     kinds = ["join"] * num_waiting + kinds
-    events = tuple(Event(kind, rng.randrange(1000), rng.randrange(4)) for kind in kinds)  # type: ignore[arg-type]
+    events = tuple(Event(kind, rng.randrange(1000), rng.randrange(4)) for kind in kinds)
     name = f"{policy.name}, events {seed}" + f", {num_waiting} waiting" * (num_waiting > 0)
     return Case(name, policy=policy, events=events)
 
