@@ -8,7 +8,6 @@ does not depend on lengths.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
 
 import torch
 

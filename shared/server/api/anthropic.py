@@ -18,11 +18,11 @@ from pydantic_core import from_json
 
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
+from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.errors import bad_request, renamed
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
-    Body,
     ChatRequest,
     Function,
     FunctionCall,

@@ -70,7 +70,7 @@ def _check_values(data: dict[str, Any]) -> None:
         problem = _problem_of(name) or _problem_of(value)
         if problem:
             where = "" if _problem_of(name) else name
-            raise _error_at(where, PydanticCustomError("invalid_value", problem))  # type: ignore[arg-type]
+            raise _error_at(where, PydanticCustomError("invalid_value", problem))
 
 
 def _problem_of(value: Any) -> str:

@@ -156,7 +156,7 @@ class Generation:
                 input_ids=prompt,
                 params=self.params,
                 seed=derive_seed(self.seed, k),
-                **self.request_fields,  # type: ignore[arg-type]
+                **self.request_fields,
             )
             detokenizer = None
             if self.tokenizer is not None:

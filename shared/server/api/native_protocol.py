@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.protocol import (
     MAX_SAMPLES,
     MAX_TOP_LOGPROBS,
-    Body,
     Choices,
     Id,
     Int64,

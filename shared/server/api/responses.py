@@ -17,12 +17,12 @@ from pydantic import Discriminator, Field, Tag
 
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
+from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.errors import bad_request, renamed
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     MAX_TOP_LOGPROBS,
-    Body,
     ChatRequest,
     Function,
     FunctionCall,

@@ -121,7 +121,8 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        adapter: TypeAdapter[Any] = TypeAdapter(self.body_field.field_info.annotation)
+        kind: Any = self.body_field.field_info.annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
         guards = [each.dependency for each in self.dependencies if each.dependency is not None]
 
         async def handle_valid(request: Request) -> Response:
