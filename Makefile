@@ -89,11 +89,14 @@ pytest-all: $(VENV)/.installed-test
 
 # Tests of several GPUs run one after another: ranks that share GPUs with other processes wait for each other's turns.
 # With one GPU there are none, which is status 5.
+# The reports are what docs/generators/record_gpu_tests.py records.
+GPU_REPORTS = build/gpu-tests
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
-	@$(BIN)/python -m pytest -m "gpu and not gpus" -n $(GPU_WORKERS)
-	@$(BIN)/python -m pytest -m gpus || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest tests/conformance/test_contracts.py -m "not gpu" -n $(GPU_WORKERS)
+	@$(BIN)/python -m pytest -m "gpu and not gpus" -n $(GPU_WORKERS) --junitxml $(GPU_REPORTS)/one.xml
+	@$(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest tests/conformance/test_contracts.py -m "not gpu" -n $(GPU_WORKERS) \
+	  --junitxml $(GPU_REPORTS)/contracts.xml
 
 # With the priority of a background job. A second call goes on where the first was interrupted.
 mutants: $(VENV)/.installed-test

@@ -1,9 +1,7 @@
 """Records a run of the tests on a GPU in docs/measurements/data/, for the page *What works where*.
 
-    pytest -m "gpu and not gpus" --junitxml one.xml
-    pytest -m gpus --junitxml several.xml
-    pytest tests/conformance/test_contracts.py -m "not gpu" --junitxml contracts.xml
-    python -m docs.generators.record_gpu_tests one.xml several.xml contracts.xml \
+    make test-gpu
+    python -m docs.generators.record_gpu_tests build/gpu-tests/*.xml \
         --card "NVIDIA H100 80GB HBM3" --gpus 2 --torch 2.13.0 --commit 5f9d2320
 
 Writes gpu-tests-CARD-xGPUS.json in place of an older one: per test function, and per component and

@@ -76,7 +76,7 @@ def gpu_runs(notes: dict[str, str]) -> str:
             for each in records()
             if (found := _total(each, file, function)) and found[0] + found[1]
         ]
-        rows.append([part, f"`{function or file}`", "; ".join(ran) or NOT_YET])
+        rows.append([part, f"`{test}`", "; ".join(ran) or NOT_YET])
     return table(["Part", "Tests", "Recorded runs on GPUs"], rows)
 
 
