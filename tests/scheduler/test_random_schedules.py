@@ -3,13 +3,17 @@ and step, under any configuration, gives every request its own right tokens, lea
 
 from __future__ import annotations
 
+from diptych.shared.tools.conformance.oracles.flag_space import draw_flags
 from diptych.shared.tools.conformance.oracles.schedules import (
     MAX_PROMPT_LEN,
-    POLICIES,
+    POOL_PAGES,
     Action,
+    Drafts,
     Schedule,
+    random_schedule,
     run_schedule,
 )
+from diptych.shared.tools.conformance.oracles.speculative_harness import shape_of
 from tests.properties import HealthCheck, given, settings, st
 
 # Three tokens only, so that random prompts share prefixes often.
@@ -33,33 +37,42 @@ actions = st.one_of(
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    page_size = draw(st.sampled_from([1, 1, 4, 16]))
-    policy = draw(st.sampled_from(POLICIES))
+def schedules(draw: st.DrawFn, has_drafts: bool) -> Schedule:
+    """With drafts that are right here and there, or without."""
+
+    def pick(values):
+        return draw(st.sampled_from(values))
+
+    drafts = None
+    if has_drafts:
+        drafts = Drafts(shape_of(pick((1, 3, 5)), pick((1, 2, 4)), pick((2, 8, 16))), draw(st.integers(0, 3)))
     return Schedule(
         name="found by hypothesis",
-        actions=tuple(draw(st.lists(actions, min_size=1, max_size=40))),
-        page_size=page_size,
-        pool_pages_of_16=draw(st.sampled_from([3, 6, 12])),
-        chunked_prefill_size=draw(st.sampled_from([None, page_size, 16, 23])),
-        enable_mixed_chunk=draw(st.booleans()),
-        disable_radix_cache=draw(st.integers(0, 3)) == 0,
-        schedule_policy=policy,
-        enable_priority_scheduling=policy in ("fcfs", "lof") and draw(st.booleans()),
-        eviction_policy=draw(st.sampled_from(["lru", "lfu", "fifo", "priority"])),
-        max_running_requests=draw(st.sampled_from([1, 3, 8])),
-        max_prefill_tokens=draw(st.sampled_from([8, 64, 1000])),
-        schedule_conservativeness=draw(st.sampled_from([0.1, 1.0])),
-        in_batch_prefix_check_threshold=draw(st.sampled_from([0, 32])),
-        in_batch_prefix_deprioritize_threshold=draw(st.sampled_from([4, 32])),
+        actions=tuple(draw(st.lists(actions, min_size=1, max_size=25 if has_drafts else 40))),
+        drafts=drafts,
+        **draw_flags(
+            pick, pool_pages_of_16=POOL_PAGES, enable_mixed_chunk=(False,) if has_drafts else (False, True)
+        ),
     )
 
 
-@settings(
-    max_examples=250,
-    derandomize=True,  # the same schedules each time; raise max_examples and drop this to hunt
-    suppress_health_check=list(HealthCheck),
-)
-@given(schedules())
+ALWAYS = {"derandomize": True, "suppress_health_check": list(HealthCheck)}
+"""The same schedules each time; raise max_examples and drop derandomize to hunt."""
+
+
+@settings(max_examples=250, **ALWAYS)
+@given(schedules(has_drafts=False))
 def test_any_schedule_gives_every_request_its_own_tokens(schedule: Schedule) -> None:
     run_schedule(schedule)
+
+
+@settings(max_examples=60, **ALWAYS)
+@given(schedules(has_drafts=True))
+def test_any_schedule_of_drafts_gives_every_request_its_own_tokens(schedule: Schedule) -> None:
+    run_schedule(schedule)
+
+
+def test_drafts_belong_to_a_schedule() -> None:
+    drafts = Drafts(shape_of(3, 2, 8), 1)
+    assert random_schedule(0).drafts is None
+    assert drafts.flags()["speculative_num_draft_tokens"] == 8

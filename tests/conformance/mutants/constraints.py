@@ -33,42 +33,7 @@ class MaskOfANeighbour(WithInfo):
         return info if info.vocab_mask is None else replace(info, vocab_mask=info.vocab_mask.roll(1, 0))
 
 
-@constrained
-class MaskOneStepLate(WithInfo):
-    """A batch has the masks of the step before, where they fit."""
-
-    before = None
-
-    def wrong(self, info):
-        mask = info.vocab_mask
-        if mask is not None and self.before is not None and self.before.shape == mask.shape:
-            info = replace(info, vocab_mask=self.before)
-        self.before = mask
-        return info
-
-
-@constrained
-class ProcessorOfANeighbour(WithInfo):
-    """Processors change the row behind their own."""
-
-    def wrong(self, info):
-        num_rows = len(info.seeds)
-        moved = [replace(g, rows=[(row + 1) % num_rows for row in g.rows]) for g in info.processors]
-        return replace(info, processors=tuple(moved))
-
-
-@constrained
-class ProcessorsOneTokenLate(WithInfo):
-    """Processors do not know the newest token."""
-
-    def wrong(self, info):
-        late = [replace(g, output_ids=[ids[:-1] for ids in g.output_ids]) for g in info.processors]
-        return replace(info, processors=tuple(late))
-
-
 # fmt: off
-bug("ReadsTheTreesOfOthers", "Grammars read the drafts of other requests.",
-    ("speculative.node_sampler", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,"))
 bug("ReadsNoParents", "All drafts hang from the root.",
     ("speculative.node_sampler", "parents=parents, num", "parents=parents * 0, num"))
 bug("MasksAreUsedAgain", "A batch of the same requests has the masks and the outputs of the step before.",

@@ -43,8 +43,6 @@ bug("CountsMissTheTokenInFlight", "Penalties lag one token behind.",
 bug("MinimumMissesTheTokenInFlight", "Stop tokens are banned for one token more than min_new_tokens.",
     ("overlap.in_flight", "reqs, self.parts.num_token_ids, self.device, num_in_flight, reads_texts",
      "reqs, self.parts.num_token_ids, self.device, None, reads_texts"))
-bug("SamplesAsOthersDid", "A batch is sampled with the parameters of another one of its size.",
-    ("overlap.in_flight", "self._last_info[0] == reqs", "len(self._last_info[0]) == len(reqs)"))
 bug("SamplesAsBefore", "Counts and bans stay as they were while the requests are the same.",
     ("overlap.in_flight", "None if may_change else (reqs, info)", "(reqs, info)"))
 bug("GrammarMissesTheTokenInFlight", "The mask of a batch is made before the token before it is known.",
@@ -64,11 +62,6 @@ bug("ChunksAreCachedWhenResultsCome", "A chunk begins where the one before it be
      "requests.chunked_req:\n",
      "            if req is not requests.chunked_req:\n                "
      "self.parts.tree_cache.cache_unfinished_req(req)\n"))
-bug("SharesTheListOfRequests",
-    "A batch's rows are read from the list of running requests when its results arrive.",
-    ("scheduler",
-     "in zip(batch.batch.reqs, result",
-     "in zip([req for req in requests.running if req in batch.rows], result"))
 bug("ProcessesTheNewestFirst", "Results are taken in the wrong order.",
     ("scheduler", "oldest = batches[0]", "oldest = batches[-1]"))
 bug("AbortWaitsForTheToken",
@@ -89,8 +82,6 @@ bug("WhoFoundItGoesOn", "Requests that found a prompt before it came out as NaN 
     ("scheduler", "if (req in new or req not in requests.running) and", "if False and"))
 bug("WhoCameWithItGoesOn", "So do those whose slots were exchanged for its own in the same batch.",
     ("scheduler", "requests, (launched, *self.pipeline.batches)", "requests, self.pipeline.batches"))
-bug("EverybodyBeginsAnew", "Every new request starts again, whether it can have found the prompt or not.",
-    ("scheduler", "and prompt.may_be_held_by(req)", ""))
 bug("ForgetsWhatWasFound", "Not only the computed part of a prompt is discarded, but the matched part too.",
     ("overlap.cached_prompt", "req.kv_matched_len, page_size", "0, page_size"))
 bug("LeaversLeaveTheirPrompt",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.conformance.mutants.mutant import bugs_in
 from tests.conformance.mutants.optimized_scheduler import bug
 
 # fmt: off
@@ -31,3 +32,35 @@ bug("KeepsThePoolsAfterAnError",
     ("shared.scheduling.lifecycle",
      "        self.chunked_req, self.batch_is_full = None, False\n        self.flush_cache()\n",
      "        self.chunked_req, self.batch_is_full = None, False\n"))
+
+
+reference_bug = bugs_in("scheduler", "reference.scheduler:Scheduler", folder="reference.")
+reference_bug("OneNamespaceForAll", "The namespace of a request is forgotten.",
+              ("shared.scheduling.lifecycle", "        self.live[req.rid] = req\n",
+               "        self.live[req.rid] = req\n        req.extra_key = None\n"))
+reference_bug("TakesARidTwice", "A request id in use is taken again.",
+              ("shared.scheduling.lifecycle", "if req.rid in self.live or any(", "if any("))
+reference_bug("TheOldestOfEqualsIsTurnedAway",
+              "A full queue turns an earlier request away for an equally important one.",
+              ("shared.scheduling.admission", "min(reversed(waiting_queue), key", "min(waiting_queue, key"))
+reference_bug("RunsWithoutATimeout", "Only a waiting request can be too late.",
+              ("shared.scheduling.admission", "elif config.running_timeout is not None:",
+               "elif config.running_timeout is not None and config.waiting_timeout is not None:"))
+reference_bug("ErrorsOfABatchLeaveTheStep",
+              "An error while a batch runs ends the step, not the requests of the batch.",
+              ("scheduler",
+               "            except BaseException as error:\n                requests.finish_with_error",
+               "            except KeyError as error:\n                requests.finish_with_error"))
+reference_bug("ForgetsWhatItFound",
+              "A prompt with NaN logits takes the prefix with it that it found in the cache.",
+              ("scheduler", "discard(key, req.kv_matched_len)", "discard(key, 0)"))
+reference_bug("TokensInReverse", "The last request of a batch gets the token of the first.",
+              ("scheduler", "zip(batch.reqs, result.token_ids, result.logprobs)",
+               "zip(batch.reqs, result.token_ids[::-1], result.logprobs)"))
+reference_bug("PromptFillsMoreThanThePool", "A prompt may have some tokens more than the pool.",
+              ("shared.scheduling.admission", "if num_prompt > pool_size:", "if num_prompt > pool_size + 2:"))
+reference_bug("VictimsStay", "What preemption chose is not retracted.",
+              ("shared.scheduling.admission", "            self.retract(victim)\n", "            pass\n"))
+reference_bug("EveryEndIsAnAbort", "The reason of an end is lost.",
+              ("shared.scheduling.lifecycle", "self.finish(req, req.finished_reason)",
+               'self.finish(req, FinishAbort("ended"))'))

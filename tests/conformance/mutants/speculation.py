@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
@@ -60,14 +59,6 @@ class FreesTheLastPage(TreeRound):
 
 
 @speculating
-class MovesNothing(TreeRound):
-    """With larger pages, accepted KV stays where it was drafted."""
-
-    def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
-        return super()._keep_slots(reqs, [list(range(len(path))) for path in paths])
-
-
-@speculating
 class MovesOneByOne(TreeRound):
     """Accepted KV is moved token by token, the last first: a source may be a target already."""
 
@@ -82,83 +73,11 @@ class MovesOneByOne(TreeRound):
 
 
 @speculating
-class RemapsTooLate(TreeRound):
-    """With pages of one token the row keeps the slots in the order of the nodes."""
-
-    def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
-        rows = self.parts.req_to_token_pool.req_to_token.clone()
-        kept = super()._keep_slots(reqs, paths)
-        self.parts.req_to_token_pool.req_to_token.copy_(rows)
-        return kept
-
-
-@speculating
-class CommitsTheWholeTree(TreeRound):
-    """As much KV is committed as there are nodes, whatever was accepted."""
-
-    def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
-        kept = super()._keep_slots(reqs, paths)
-        for req in reqs:
-            req.kv_committed_len += 1
-        return kept
-
-
-@speculating
 class TellsTheChunksSample(SpeculativeDecoding):
     """After an incomplete prompt the drafter gets the token that was sampled there."""
 
     def _extend(self, reqs: Sequence[Req], result: BatchResult, chunked_req: Req | None) -> None:
         super()._extend(reqs, result, None)
-
-
-@speculating
-class TellsAllHiddenStates(TreeRound):
-    """The drafter gets the hidden states of the first nodes, not of the accepted ones."""
-
-    def _accept(self, tree, target_ids):
-        paths = super()._accept(tree, target_ids)
-        num_nodes = tree.num_draft_tokens
-        rows = [i * num_nodes + j for i, path in enumerate(paths) for j in range(len(path))]
-        drafter = self.parts.drafter
-
-        def extend(reqs, kept, hidden_states, next_token_ids):
-            drafter.extend(reqs, kept, self.states[rows], next_token_ids)
-
-        self.drafter = SimpleNamespace(draft=drafter.draft, extend=extend)
-        return paths
-
-    def run(self, batch, shape):
-        runner = self.parts.model_runner
-
-        def forward_and_sample(*args):
-            logits_output, sampled = runner.forward_and_sample(*args)
-            self.states = logits_output.hidden_states
-            return logits_output, sampled
-
-        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=forward_and_sample))
-        try:
-            return super().run(batch, shape)
-        finally:
-            self.parts = replace(self.parts, model_runner=runner)
-
-
-@speculating
-class PositionsOfSlots(TreeRound):
-    """A node's position is its slot's, not its depth's."""
-
-    def _verify_batch(self, batch, tree):
-        positions = (batch.seq_lens[:, None] + torch.arange(tree.num_draft_tokens)).flatten()
-        return replace(
-            super()._verify_batch(batch, tree), positions=positions.clamp(max=self.context_len - 1)
-        )
-
-
-@speculating
-class PositionsBehindTheEnd(TreeRound):
-    """Nodes behind the end of the context get positions that the model does not have."""
-
-    def __init__(self, context_len, parts):
-        super().__init__(context_len + 1000, parts)
 
 
 @speculating
@@ -235,13 +154,3 @@ class RetractsForDrafts(Scheduler):
             while len(running) > 1 and not self.decoding.can_speculate(running):
                 self.requests.retract(running[-1])
         return super().get_batch_decode()
-
-
-@of_scheduler
-class NeverForgets(Scheduler):
-    """The drafter is not called at a request's end."""
-
-    def __init__(self, config, model_config, parts):
-        super().__init__(config, model_config, parts)
-        if parts.drafter is not None:
-            parts.drafter.forget = lambda req: None

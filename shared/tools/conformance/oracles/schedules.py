@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_equal, expect_true
 from diptych.shared.tools.conformance.oracles.answer_alone import EveryThird
+from diptych.shared.tools.conformance.oracles.flag_space import draw_flags, draw_params
 from diptych.shared.tools.conformance.oracles.ledger_drafter import erratic
 from diptych.shared.tools.conformance.oracles.scheduler_harness import (
     VOCAB_SIZE,
@@ -22,9 +23,10 @@ from diptych.shared.tools.conformance.oracles.scheduler_harness import (
 )
 from diptych.shared.types import DraftShape, FinishAbort, FinishError, FinishLength
 
-POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 CONTEXT_LEN = 64
 MAX_PROMPT_LEN = 40
+POOL_PAGES = (3, 6, 12)
+"""Pages of 16 tokens."""
 
 
 @dataclass(frozen=True)
@@ -96,26 +98,12 @@ def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -
     """Prompts of three different tokens, so that prefixes are shared often. `is_spread`: requests use all
     sampling parameters."""
     rng = random.Random(seed)
-    page_size = rng.choice([1, 1, 4, 16])
-    policy = rng.choice(POLICIES)
     return Schedule(
         name=f"random schedule {seed}",
         actions=tuple(_random_action(rng, is_spread) for _ in range(num_actions)),
-        page_size=page_size,
-        pool_pages_of_16=rng.choice([3, 6, 12]),
-        chunked_prefill_size=rng.choice([None, page_size, 16, 23]),
-        enable_mixed_chunk=rng.random() < 0.5,
-        disable_radix_cache=rng.random() < 0.25,
-        schedule_policy=policy,
-        enable_priority_scheduling=policy in ("fcfs", "lof") and rng.random() < 0.5,
-        eviction_policy=rng.choice(["lru", "lfu", "fifo", "priority"]),
-        max_running_requests=rng.choice([1, 3, 8]),
-        max_prefill_tokens=rng.choice([8, 64, 1000]),
-        schedule_conservativeness=rng.choice([0.1, 1.0]),
-        in_batch_prefix_check_threshold=rng.choice([0, 32]),
-        in_batch_prefix_deprioritize_threshold=rng.choice([4, 32]),
         is_spread=is_spread,
         nan_token=rng.choice([None, None, 7]) if is_spread else None,
+        **draw_flags(rng.choice, pool_pages_of_16=POOL_PAGES),
     )
 
 
@@ -165,20 +153,7 @@ def _random_action(rng: random.Random, is_spread: bool) -> Action:
 def _random_params(rng: random.Random) -> dict[str, Any]:
     """Random sampling parameters of a request with a prompt of at least one token and up to 30 output
     tokens."""
-    params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.5])}
-    params["seed"] = rng.randrange(2**40)
-    params["top_k"] = rng.choice([-1, -1, 5])
-    params["top_p"] = rng.choice([1.0, 1.0, 0.8])
-    if rng.random() < 0.4:
-        params["frequency_penalty"] = rng.choice([0.0, 1.3])
-        params["presence_penalty"] = rng.choice([0.0, 0.9])
-        params["repetition_penalty"] = rng.choice([1.0, 1.8])
-    if rng.random() < 0.3:
-        params["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice([2.0, -float("inf")])}
-    if rng.random() < 0.3:
-        params["return_logprob"] = True
-        params["top_logprobs_num"] = rng.choice([0, 2])
-        params["logprob_start_len"] = rng.choice([-1, 0])
+    params = draw_params(rng, VOCAB_SIZE)
     if rng.random() < 0.3:
         params["stop"] = rng.choice([("<1",), ("2><3",), ("<4><", "9>")])
     eos = frozenset(rng.sample(range(VOCAB_SIZE), 5)) if rng.random() < 0.5 else frozenset()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.tools.conformance.oracles.flag_space import draw_flags, draw_params
 from diptych.shared.types import SamplingParams
 
 MAX_PROMPT_LEN, MAX_NEW_TOKENS = 60, 32
@@ -29,31 +30,23 @@ TREE = {"speculative_num_steps": 4, "speculative_topk": 2, "speculative_num_draf
 
 def random_flags(rng: random.Random, model: str) -> dict[str, Any]:
     """Flags of an engine with scarce or ample memory, in some rounds with speculation."""
-    page_size = rng.choice([1, 1, 4, 16])
-    policy = rng.choice(["fcfs", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"])
     drafts = [NGRAM, STANDALONE, {**STANDALONE, **TREE}]
     if model == "tiny-dense":  # which has a head
         drafts += [EAGLE3, {**EAGLE3, **TREE}]
     speculation = rng.choice(drafts) if rng.random() < 0.3 else {}
-    return {
-        "page_size": page_size,
-        "max_total_tokens": rng.choice(POOL_TOKENS),
-        "context_len": MAX_PROMPT_LEN + MAX_NEW_TOKENS + 2,
-        "max_running_requests": rng.choice([1, 3, 8, 16]),
-        "disable_radix_cache": rng.random() < 0.25,
-        "eviction_policy": rng.choice(["lru", "lfu", "fifo", "priority"]),
-        "schedule_policy": policy,
-        "enable_priority_scheduling": policy in ("fcfs", "lof") and rng.random() < 0.5,
-        "max_queued_requests": rng.choice([None, None, 6]),
-        "schedule_conservativeness": rng.choice([0.05, 0.3, 1.0]),
-        "chunked_prefill_size": rng.choice([None, 16, 23, 64]),
-        "enable_mixed_chunk": not speculation and rng.random() < 0.5,
-        "max_prefill_tokens": rng.choice([24, 100, 16384]),
-        "in_batch_prefix_deprioritize_threshold": rng.choice([4, 32]),
-        "disable_cuda_graph": rng.random() < 0.25,
-        "check_invariants": True,
-        **speculation,
-    }
+    flags = draw_flags(
+        rng.choice,
+        max_total_tokens=POOL_TOKENS,
+        max_running_requests=(1, 3, 8, 16),
+        max_queued_requests=(None, None, 6),
+        schedule_conservativeness=(0.05, 0.3, 1.0),
+        chunked_prefill_size=(None, 16, 23, 64),
+        enable_mixed_chunk=(False,) if speculation else (False, True),
+        max_prefill_tokens=(24, 100, 16384),
+        disable_cuda_graph=(False, False, False, True),
+    )
+    context_len = MAX_PROMPT_LEN + MAX_NEW_TOKENS + 2
+    return {"context_len": context_len, "check_invariants": True, **flags, **speculation}
 
 
 @dataclass(frozen=True)
@@ -83,26 +76,16 @@ def random_question(rng: random.Random, rid: str, tokenizer: Tokenizer, is_greed
 def _random_params(
     rng: random.Random, prompt_len: int, tokenizer: Tokenizer, is_greedy: bool
 ) -> dict[str, Any]:
-    params: dict[str, Any] = {
+    params = draw_params(rng, tokenizer.vocab_size) | {
         "max_new_tokens": rng.choice([0, 1, 5, 20, MAX_NEW_TOKENS]),
-        "temperature": 0.0 if is_greedy else rng.choice([0.0, 0.7, 1.5]),
-        "seed": rng.randrange(2**40),
         "n": rng.choice([1, 1, 1, 2]),
-        "top_k": rng.choice([-1, -1, 5]),
-        "top_p": rng.choice([1.0, 1.0, 0.8]),
         "min_p": rng.choice([0.0, 0.0, 0.05]),
         "ignore_eos": rng.random() < 0.3,
         "no_stop_trim": rng.random() < 0.3,
     }
-    if rng.random() < 0.3:
-        params["frequency_penalty"] = rng.choice([0.0, 1.3])
-        params["presence_penalty"] = rng.choice([0.0, 0.9])
-        params["repetition_penalty"] = rng.choice([1.0, 1.8])
-    if rng.random() < 0.3:
-        params["logit_bias"] = {rng.randrange(tokenizer.vocab_size): rng.choice([2.0, -float("inf")])}
-    if rng.random() < 0.3:
-        params["return_logprob"] = True
-        params["top_logprobs_num"] = rng.choice([0, 2])
+    if is_greedy:
+        params["temperature"] = 0.0
+    if params.get("return_logprob"):
         params["logprob_start_len"] = rng.choice([-1, 0, prompt_len - 1])
     if rng.random() < 0.3:
         params["stop"] = rng.choice([(".",), ("ar", "2 ="), (" is a",)])

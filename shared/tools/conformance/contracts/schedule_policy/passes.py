@@ -17,7 +17,7 @@ from diptych.shared.tools.conformance.clauses.clause import agreement, contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
 from diptych.shared.tools.conformance.clauses.short_repr import short_repr
 from diptych.shared.tools.conformance.contracts.schedule_policy.order import req, rids
-from diptych.shared.tools.conformance.oracles.schedules import POLICIES
+from diptych.shared.tools.conformance.oracles.flag_space import POLICIES
 from diptych.shared.types import Req
 
 PREFIX_LENS = (0, 3, 8, 12, 40)
