@@ -101,8 +101,8 @@ class Generation:
         self._arrived = asyncio.Event()
 
     def belong_to(self, caller: Caller) -> None:
-        """Before it runs. Clients with different keys share no cached prefix: its length in `usage` would
-        tell whether another's prompt begins like a guess."""
+        """Say whose the generation is, before it runs. Clients with different keys share no cached prefix:
+        its length in `usage` would tell whether another's prompt begins like a guess."""
         self._caller = caller
         self.request_fields["client"] = caller.name
         if caller.has_others:

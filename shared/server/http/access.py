@@ -52,7 +52,7 @@ class Caller:
 
 
 def caller_of(request: Request) -> Caller:
-    """As `Guard` has found it."""
+    """Return the caller that `Guard` has found."""
     caller: Caller = request.scope["diptych.caller"]
     return caller
 
@@ -137,7 +137,7 @@ class Guard:
 
 
 def _name_of(host: str) -> str:
-    """Without the port. "" for what is no host."""
+    """Remove the port of a host. "" for what is no host."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -89,7 +89,7 @@ class Sparse(logging.Filter):
 
 
 def log_sparsely() -> None:
-    """For the loggers that clients can make write."""
+    """Limit the loggers that clients can make write."""
     for name in ("uvicorn.error", "asyncio", LOGGER.name):
         logging.getLogger(name).addFilter(Sparse())
 

@@ -225,7 +225,7 @@ def prompt_text(content: bytes) -> str:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without HOP_HEADERS, and without those that `Connection` names."""
+    """Remove HOP_HEADERS, and those that `Connection` names."""
     lowered = [(name.lower(), value) for name, value in headers]
     named = {
         each.strip().lower() for name, value in lowered if name == b"connection" for each in value.split(b",")

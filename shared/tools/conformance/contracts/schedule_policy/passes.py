@@ -112,7 +112,7 @@ class Event:
 
 
 def random_passes(policy: Policy, seed: int, num_events: int = 120, num_waiting: int = 0) -> Case:
-    """After `num_waiting` requests have joined."""
+    """Random passes once `num_waiting` requests have joined."""
     rng = random.Random(seed)
     kinds = rng.choices(
         get_args(Kind),
