@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import count
+from itertools import cycle
 from typing import Any
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.processes.start import start_assembly
-from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
+from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from diptych.shared.engine.requests.embedding import (
     NO_TOKENS,
     EmbedOutput,
@@ -21,11 +18,10 @@ from diptych.shared.engine.requests.embedding import (
 from diptych.shared.engine.requests.images import ImagesPrompt, take_images, with_images
 from diptych.shared.engine.requests.input_embeds import as_prompts
 from diptych.shared.engine.requests.lora_adapters import adapters_of
-from diptych.shared.engine.requests.output_collector import OutputCollector, new_name, sample_ids, unused_id
+from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.engine.requests.prompts import Prompt, prompt_list
-from diptych.shared.engine.requests.submission import Submission
+from diptych.shared.engine.requests.submission import LiveRequests, Submission
 from diptych.shared.sampling.processors import LogitProcessor
-from diptych.shared.sampling.sampling_batch import derive_seed
 from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams
 from diptych.shared.types.sampling_params import params_of_prompts
 
@@ -61,14 +57,7 @@ class LLM:
         self.assembly = assembly
         self.scheduler = assembly.scheduler
         self.timeline = assembly.parts.timeline
-        self._collectors: dict[str, OutputCollector] = {}  # of live requests, by the scheduler's request id
-        self._names = count()  # of requests without an rid
-        self._random = random.Random(self.config.random_seed)  # seeds of requests that bring none
-        self._unused_seeds: list[int] = []  # drawn for refused requests: the next ones get them
-        self._lock = threading.RLock()
-        self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
-        self._aborts: list[str] = []  # asked for inside such a call: done at its end
-        self._is_over = set_at_exit(self)
+        self._live = LiveRequests(self.scheduler, self.timeline, self.config.random_seed)
 
     # ---- answers ----
 
@@ -101,10 +90,13 @@ class LLM:
         if images is not None:
             batch = with_images(batch, images, is_single)
         params = [each.updated(**keywords) for each in params_of_prompts(sampling_params, len(batch))]
-        fields = [dict(request) for _ in batch]
-        if not is_single and request.get("rid") is not None:
-            fields = [{**request, "rid": f"{request['rid']}-{i}"} for i in range(len(batch))]
-        collectors = self._answer(zip(batch, params, fields), progress)
+        rid = request.pop("rid", None)
+        rids = [rid] if is_single or rid is None else [f"{rid}-{i}" for i in range(len(batch))]
+        submissions = (
+            Submission(self.assembly, prompt, its_params, rid=its_rid, **request)
+            for prompt, its_params, its_rid in zip(batch, params, cycle(rids))
+        )
+        collectors = self._answer(submissions, progress)
         outputs = [collector.whole() for collector in collectors]
         return outputs[0] if is_single and len(outputs) == 1 else outputs
 
@@ -146,7 +138,8 @@ class LLM:
         check_dimensions(dimensions, num_labels or self.model_config.hidden_size)
         batch, is_single = prompt_list(prompts)
         fields = {"is_pooling": True, **keywords}
-        collectors = self._answer(((prompt, NO_TOKENS, fields) for prompt in batch), progress=False)
+        submissions = (Submission(self.assembly, prompt, NO_TOKENS, **fields) for prompt in batch)
+        collectors = self._answer(submissions, progress=False)
         outputs = embed_outputs(collectors, dimensions, num_labels)
         return outputs[0] if is_single else outputs
 
@@ -187,38 +180,38 @@ class LLM:
         logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
         lora: the name of a loaded adapter. diffusion: answer by block diffusion. is_pooling: no tokens, but
         an embedding; see `embed`. Raises `ValueError` for a bad request; then nothing of it is left."""
-        fields = {
-            "rid": rid, "extra_key": extra_key, "priority": priority, "routing_key": routing_key,
-            "logit_processor": logit_processor, "lora": lora, "diffusion": diffusion,
-            "is_pooling": is_pooling,
-        }  # fmt: skip
-        return self._submit([(prompt, sampling_params, fields)])
+        submission = Submission(
+            self.assembly, prompt, sampling_params, rid=rid, extra_key=extra_key, priority=priority,
+            routing_key=routing_key, logit_processor=logit_processor, lora=lora, diffusion=diffusion,
+            is_pooling=is_pooling,
+        )  # fmt: skip
+        return self._live.submit([submission])
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a folder in PEFT's format; requests may then name it. It may replace one
         of the same name that no request uses. Raises `ValueError` for an invalid adapter."""
-        with self._exclusive():
+        with self._live.exclusive():
             adapters_of(self.assembly.lora).load(name, path, self.scheduler)
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter. Raises `ValueError` while a request uses it."""
-        with self._exclusive():
+        with self._live.exclusive():
             adapters_of(self.assembly.lora).unload(name, self.scheduler)
 
     # --8<-- [start:step-in-process]
     def step(self) -> bool:
         """Run one batch; its outputs go to the collectors. False: no batch to run."""
-        with self._exclusive():
+        with self._live.exclusive():
             if not self.scheduler.has_work():
                 return False
             outputs = self.scheduler.step()
             with self.timeline.span("detokenise"):
                 for output in outputs:
-                    collector = self._collectors.get(output.rid)
+                    collector = self._live.collectors.get(output.rid)
                     if collector is not None:
                         collector.add(output)
                         if collector.is_finished:
-                            del self._collectors[output.rid]
+                            del self._live.collectors[output.rid]
             if self.timeline.is_on:
                 stats, free = self.stats(), self.assembly.parts.allocator.available_size()
                 self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
@@ -228,13 +221,13 @@ class LLM:
 
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False if it has ended or is unknown."""
-        found = [c for c in list(self._collectors.values()) if rid in (c.rid, c.submitted_as)]
-        were_alive = [self._abort(collector) for collector in found]  # a list: each of them is to end
+        found = [c for c in list(self._live.collectors.values()) if rid in (c.rid, c.submitted_as)]
+        were_alive = [self._live.abort(collector) for collector in found]  # a list: each of them is to end
         return any(were_alive)
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes and compiled grammars. Refused (False) while requests are alive."""
-        with self._exclusive():
+        with self._live.exclusive():
             if not self.scheduler.flush_cache():
                 return False
             self.assembly.grammars.clear()
@@ -247,58 +240,20 @@ class LLM:
     def stats(self) -> Any:
         return self.scheduler.stats()
 
-    def _answer(
-        self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]], progress: bool
-    ) -> list[OutputCollector]:
-        """Submit requests with these keywords and run them to their ends; after an error none is left."""
+    def _answer(self, submissions: Iterable[Submission], progress: bool) -> list[OutputCollector]:
+        """Submit requests and run them to their ends; after an error none is left."""
         collectors: list[OutputCollector] = []
         try:
             with gc_freeze():
                 with deferred_interrupts():
-                    collectors = self._submit(requests)
+                    collectors = self._live.submit(submissions)
                 if progress:
                     self._show_progress(collectors)
                 while not all(c.is_finished for c in collectors) and self.step():
                     pass
         except BaseException:
             for collector in collectors:
-                self._abort(collector)
-            raise
-        return collectors
-
-    def _submit(
-        self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]]
-    ) -> list[OutputCollector]:
-        """Queue all of them; after an error none, and later requests get the seeds that these would have
-        had."""
-        collectors: list[OutputCollector] = []
-        seeds: list[int] = []  # drawn
-        try:
-            for prompt, params, fields in requests:
-                submission = Submission(self.assembly, prompt, params, **fields)
-                with self._exclusive():
-                    name = new_name(submission.rid, params.n, self._names, self._collectors)
-                    seed = params.seed
-                    if seed is None:
-                        seed = (
-                            self._unused_seeds.pop() if self._unused_seeds else self._random.getrandbits(63)
-                        )
-                        seeds.append(seed)
-                    # --8<-- [start:submit-samples]
-                    for i, sample_id in enumerate(sample_ids(name, params.n)):
-                        rid = unused_id(sample_id, self._collectors)
-                        req = submission.req(rid, derive_seed(seed, i))
-                        with self.timeline.span("receive"):
-                            self.scheduler.add_request(req)
-                        collector = OutputCollector(req, i, submission.detokenizer(), submitted_as=name)
-                        self._collectors[rid] = collector
-                        collectors.append(collector)
-                    # --8<-- [end:submit-samples]
-        except BaseException:
-            for collector in collectors:
-                self._abort(collector)
-            with self._lock:
-                self._unused_seeds += reversed(seeds)
+                self._live.abort(collector)
             raise
         return collectors
 
@@ -329,28 +284,4 @@ class LLM:
                     yield piece
         finally:
             for collector in collectors:
-                self._abort(collector)
-
-    def _abort(self, collector: OutputCollector) -> bool:
-        """End one sample, at the end of the step if one runs: the garbage collector may close a stream."""
-        with deferred_interrupts(), self._lock:
-            rid = collector.scheduler_rid
-            if rid not in self._collectors or collector.is_aborted or self._is_over.is_set():
-                return False
-            collector.is_aborted = True
-            if self._depth == 0:
-                return self.scheduler.abort(rid)
-            self._aborts.append(rid)
-            return True
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Exclusive work on the engine; aborts and interrupts that arrive are processed at its end."""
-        with deferred_interrupts(), self._lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                while self._depth == 0 and self._aborts:
-                    self.scheduler.abort(self._aborts.pop())
+                self._live.abort(collector)

@@ -149,7 +149,7 @@ def test_an_id_that_is_chosen_is_free(llm: LLM) -> None:
 def test_an_abort_within_a_step_waits_for_its_end(llm: LLM) -> None:
     """As the garbage collector may close a stream in the middle of a step."""
     (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")
-    with llm._exclusive():
+    with llm._live.exclusive():
         assert llm.abort("a")
         assert not llm.abort("a")
         assert llm.stats().num_waiting == 1

@@ -145,7 +145,7 @@ def test_logits_that_are_still_held_are_not_overwritten() -> None:
 
     runner.forward_and_sample = keep
     llm.submit([1, 2, 3], SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True), rid="r")
-    collector = llm._collectors["r"]
+    collector = llm._live.collectors["r"]
     while llm.step():
         pass
     assert collector.finish_reason.kind == "error"

@@ -1,18 +1,27 @@
-"""One request on its way into the scheduler: its checks, and the `Req` of each of its samples."""
+"""Requests on their way into the scheduler: their checks, the `Req` of each sample, and those that live."""
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.python_runtime import deferred_interrupts, set_at_exit
 from diptych.shared.engine.requests.diffusion import check_diffusion
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.lora_adapters import adapters_of, cache_namespace
+from diptych.shared.engine.requests.output_collector import OutputCollector, new_name, sample_ids, unused_id
 from diptych.shared.engine.requests.prompts import Prompt, encode_prompt
-from diptych.shared.interfaces import Detokenizer
+from diptych.shared.interfaces import Detokenizer, Scheduler
 from diptych.shared.sampling.processors import LogitProcessor
+from diptych.shared.sampling.sampling_batch import derive_seed
 from diptych.shared.scheduling.admission import check_fields
+from diptych.shared.timeline import Timeline
 from diptych.shared.types import DiffusionParams, Req, SamplingParams
 
 
@@ -90,3 +99,75 @@ class Submission:
             return None
         text_ids = self.prompt_ids if self.embeds is None or self.embeds.has_token_ids else []
         return self.assembly.detokenizer(self.assembly.tokenizer, self.params, text_ids)
+
+
+class LiveRequests:
+    """The requests of an engine that have not ended. One thread at a time works on the engine."""
+
+    def __init__(self, scheduler: Scheduler, timeline: Timeline, random_seed: int) -> None:
+        self.scheduler = scheduler
+        self.timeline = timeline
+        self.collectors: dict[str, OutputCollector] = {}  # by the scheduler's request id
+        self.lock = threading.RLock()
+        self._names = count()  # of requests without an rid
+        self._random = random.Random(random_seed)  # seeds of requests that bring none
+        self._unused_seeds: list[int] = []  # drawn for refused requests: the next ones get them
+        self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
+        self._aborts: list[str] = []  # asked for inside such a call: done at its end
+        self._is_over = set_at_exit(self)
+
+    def submit(self, submissions: Iterable[Submission]) -> list[OutputCollector]:
+        """Queue all of them; after an error none, and later requests get the seeds that these would have
+        had."""
+        collectors: list[OutputCollector] = []
+        seeds: list[int] = []  # drawn
+        try:
+            for submission in submissions:
+                num_samples, seed = submission.params.n, submission.params.seed
+                with self.exclusive():
+                    name = new_name(submission.rid, num_samples, self._names, self.collectors)
+                    if seed is None:
+                        unused = self._unused_seeds
+                        seed = unused.pop() if unused else self._random.getrandbits(63)
+                        seeds.append(seed)
+                    # --8<-- [start:submit-samples]
+                    for i, sample_id in enumerate(sample_ids(name, num_samples)):
+                        rid = unused_id(sample_id, self.collectors)
+                        req = submission.req(rid, derive_seed(seed, i))
+                        with self.timeline.span("receive"):
+                            self.scheduler.add_request(req)
+                        collector = OutputCollector(req, i, submission.detokenizer(), submitted_as=name)
+                        self.collectors[rid] = collector
+                        collectors.append(collector)
+                    # --8<-- [end:submit-samples]
+        except BaseException:
+            for collector in collectors:
+                self.abort(collector)
+            with self.lock:
+                self._unused_seeds += reversed(seeds)
+            raise
+        return collectors
+
+    def abort(self, collector: OutputCollector) -> bool:
+        """End one sample, at the end of the step if one runs: the garbage collector may close a stream."""
+        with deferred_interrupts(), self.lock:
+            rid = collector.scheduler_rid
+            if rid not in self.collectors or collector.is_aborted or self._is_over.is_set():
+                return False
+            collector.is_aborted = True
+            if self._depth == 0:
+                return self.scheduler.abort(rid)
+            self._aborts.append(rid)
+            return True
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclusive work on the engine; aborts and interrupts that arrive are processed at its end."""
+        with deferred_interrupts(), self.lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                while self._depth == 0 and self._aborts:
+                    self.scheduler.abort(self._aborts.pop())
