@@ -34,12 +34,10 @@ def is_kv_scale(name: str) -> bool:
 
 
 def kv_cache_of(
-    folder: Path, model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype
+    folder: Path, model_config: ModelConfig, config: EngineConfig
 ) -> tuple[torch.dtype, list[KVScales] | None]:
-    """The dtype of the KV pool of a model that computes in `dtype`, and the scales of its layers. None: 1.
-    Raises `ValueError` for scales that are missing or that an FP8 pool cannot use."""
-    if config.kv_cache_dtype == "auto":
-        return dtype, None
+    """The dtype of a KV pool with kv_cache_dtype=fp8_e4m3, and the scales of its layers. None: 1. Raises
+    `ValueError` for scales that are missing or that an FP8 pool cannot use."""
     if config.load_format == "dummy":
         return FP8, None
     scales = read_kv_scales(folder, model_config)

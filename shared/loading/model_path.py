@@ -1,11 +1,13 @@
-"""Where a model's files are: a built-in name, a local folder, or a Hugging Face id."""
+"""Where a model's files are (a built-in name, a local folder, or a Hugging Face id), and its tokenizer."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.loading.safetensors_file import CHECKPOINT_FILES
+from diptych.shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 ASSETS = Path(__file__).parents[1] / "assets"
 QUANTIZED = re.compile(r"(.+)-(fp8|int8|int4)")
@@ -68,3 +70,15 @@ def _download(model_id: str) -> Path:
     except Exception as error:  # the hub's errors have no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"no folder {model_id!r} here, and Hugging Face did not give it: {reason}") from None
+
+
+def load_tokenizer(config: EngineFlags, folder: Path) -> Tokenizer | None:
+    """The model's tokenizer, or the one that the flag names; None for a model without one."""
+    if config.tokenizer is not None:
+        tokenizer_folder = Path(config.tokenizer).expanduser()
+        if not tokenizer_folder.is_dir():
+            tokenizer_folder = resolve_model_path(config.tokenizer, "dummy")
+        return Tokenizer.from_pretrained(tokenizer_folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer.from_pretrained(folder)

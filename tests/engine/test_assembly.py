@@ -11,8 +11,8 @@ import torch
 
 from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.build.plan import resolve_config
 from diptych.shared.engine.build.pools import print_memory
-from diptych.shared.engine.build.settings import resolve_config
 from diptych.shared.loading.model_path import ASSETS
 
 MODEL = read_config(ASSETS / "tiny-dense")

@@ -202,6 +202,6 @@ def test_latent_rows_have_one_scale(tmp_path: Path) -> None:
         for which in "kv"
     }
     save_file(scales, tmp_path / "model.safetensors")
-    dtype, found = kv_cache_of(tmp_path, config, EngineConfig(kv_cache_dtype="fp8_e4m3"), torch.bfloat16)
+    dtype, found = kv_cache_of(tmp_path, config, EngineConfig(kv_cache_dtype="fp8_e4m3"))
     assert dtype == FP8
     assert found == [KVScales(0.5 + i, 0.5 + i) for i in range(config.num_hidden_layers)]

@@ -11,8 +11,7 @@ from typing import Any
 import uvicorn
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.settings import load_tokenizer
-from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.http.app import create_app

@@ -12,12 +12,12 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
-from diptych.shared.engine.build.settings import dtype_of, load_tokenizer, resolve_config
+from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
 from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config
-from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types.attention import KVScales
@@ -76,7 +76,9 @@ def make_plan(
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
     check_row_memory(config, device)
-    kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
+    kv_dtype, kv_scales = dtype, None
+    if config.kv_cache_dtype != "auto":
+        kv_dtype, kv_scales = kv_cache_of(folder, model_config, config)
     num_token_ids = model_config.vocab_size
     if tokenizer is not None:
         num_token_ids = min(num_token_ids, tokenizer.vocab_size)
@@ -101,3 +103,34 @@ def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
         if problem is not None:
             raise ValueError(f"{name}={choice}: {problem}")
     return theirs
+
+
+def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """Replace None in flags by values that follow from the model and the machine."""
+    device = config.device or default_device()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: this torch ({torch.__version__}) sees no CUDA GPU")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device=mps: this torch ({torch.__version__}) sees no Apple GPU")
+    if not device.startswith("cuda") and device not in ("cpu", "mps"):
+        raise ValueError(f"device must be cpu, mps, cuda or cuda:N, got {device!r}")
+    if device == "mps" and config.kv_cache_dtype == "fp8_e4m3":
+        raise ValueError("kv_cache_dtype=fp8_e4m3: Apple GPUs have no FP8; use kv_cache_dtype=auto")
+    context_len = config.context_len or model_config.context_len
+    if context_len > model_config.context_len:
+        raise ValueError(
+            f"context_len={context_len} exceeds the model's {model_config.context_len} positions"
+        )
+    panel = config.panel or default_panel(device)
+    if panel == "optimized" and not registry.runs_triton(device):
+        raise ValueError(f"panel=optimized {registry.NO_TRITON}, and the device is {device}")
+    return config.updated(device=device, panel=panel, context_len=context_len)
+
+
+def dtype_of(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
+    """The dtype of activations."""
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return torch.float32 if config.device == "cpu" else model_config.dtype

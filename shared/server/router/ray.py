@@ -93,8 +93,8 @@ def _config_of(flags: dict[str, Any]) -> EngineConfig:
 
 def _serve(flags: dict[str, Any], pipe: Connection) -> None:
     """The server of a replica, in a process of its own, which sends its port."""
-    from diptych.shared.engine.build.settings import default_device, load_tokenizer
-    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.engine.build.settings import default_device
+    from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
     from diptych.shared.server.serve import run_server
 
     threading.Thread(target=die_with_the_other_end, args=(pipe,), daemon=True).start()

@@ -79,8 +79,7 @@ def evaluate(
     import torch
 
     from diptych.shared.config import EngineConfig, read_config
-    from diptych.shared.engine.build.settings import load_tokenizer
-    from diptych.shared.loading.model_path import ASSETS, resolve_model_path
+    from diptych.shared.loading.model_path import ASSETS, load_tokenizer, resolve_model_path
     from diptych.shared.tools.conformance.whole_engine.formats import AccuracyCase, flags_of, measure
 
     named = {name: flags_of(name) for name in filter(None, map(str.strip, formats.split(",")))}

@@ -83,8 +83,8 @@ def serve(
     import asyncio
 
     from diptych.shared.config import EngineConfig
-    from diptych.shared.engine.build.settings import default_device, load_tokenizer
-    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.engine.build.settings import default_device
+    from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
     from diptych.shared.server.http.state import ServerSettings
 
     keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)

@@ -95,10 +95,6 @@ class Features:
             found |= feature.beside_model(model)
         return Extras(**found)
 
-    def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
-        tiers = [feature.host_tier(kv_pool, drafter) for feature in self.features]
-        return next((tier for tier in tiers if tier is not None), None)
-
 
 def _load(name: str) -> type[Feature]:
     module, _, class_name = name.partition(":")
