@@ -1,7 +1,7 @@
 """Triton kernels in rooms, one idea a file, each with the function that launches it.
 
 Beside the rooms is what several of them use: differences between GPUs (portable.py), the L1 carve-out,
-products of registers by tensor cores (warp_mma.py), and the table of measured choices (gpu_table.py).
+matrix multiplication by tensor cores from registers (warp_mma.py), and measured choices (gpu_table.py).
 
 Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1), for tests.
 """

@@ -154,7 +154,7 @@ class HostCache:
 
 
 class HostLoader(SchedulerFeature):
-    """Loads the prefix of each request that joins, as far as the host cache has it and the tree does not."""
+    """Loads the prefix of each request that joins, as far as the host tier has it and the tree does not."""
 
     def __init__(self, host: HostCache, tree: PrefixCache, allocator: TokenToKVPoolAllocator) -> None:
         self.host = host

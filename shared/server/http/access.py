@@ -128,7 +128,7 @@ class Guard:
         name = _name_of(host)
         if host and name not in self._hosts and "*" not in self._hosts and not is_address(name):
             how = "name it with --allowed-host, or use API keys"
-            raise ApiError(403, f"the host {host[:100]!r} is not allowed: {how}")
+            raise ApiError(403, f"host {host[:100]!r} is not allowed: {how}")
         origin = headers.get(b"origin")
         site = headers.get(b"sec-fetch-site", b"none")
         is_foreign = origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host
@@ -145,7 +145,7 @@ def _name_of(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """An address is no name, so nobody can let it point elsewhere."""
+    """An address is no name, so no name server can let it point elsewhere."""
     try:
         ip_address(name)
     except ValueError:

@@ -73,7 +73,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def server_config(app: Any, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings. Headers in which a proxy names the client are not believed: anyone can send them.
+    """uvicorn's settings. Headers in which a proxy names the client are not believed: clients can send them.
 
     asyncio accepts `backlog` connections at a time, before one of them is refused. The limits leave files for
     everything else: a server without files can neither answer nor log."""
