@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 PANELS = ("reference", "optimized")
-PAIRED = "attention"
-"""The component of which two choices may be joined."""
+PAIRED = "attention"  # the component of which two choices may be joined
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "scheduler": {
