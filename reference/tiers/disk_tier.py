@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import secrets
+import stat
 import warnings
 from collections import OrderedDict
 from pathlib import Path
 
 
+def digest_of(key: str, data: bytes) -> bytes:
+    """Ends the file of a page: a page of another key, or one that a disk has damaged, has another."""
+    return hashlib.sha256(key.encode() + data).digest()
+
+
 class DiskTier:
-    """Up to `num_pages` pages in a folder; a file's name is the page's key. Engines may share it."""
+    """Up to `num_pages` pages in a folder; a file's name is the page's key, and its end a digest of both.
+    Engines may share it. KV tells what prompts said: folder and files are open to their owner only."""
 
     def __init__(self, folder: str | Path, num_pages: int, page_num_bytes: int) -> None:
         self.folder = Path(folder).expanduser()
         self.num_pages = num_pages
         self.page_num_bytes = page_num_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(stat.S_IRWXU)
         found = sorted(self.folder.glob("*.kv"), key=lambda path: path.stat().st_mtime)
         self._used: OrderedDict[str, None] = OrderedDict((path.stem, None) for path in found)  # oldest first
 
@@ -25,7 +35,8 @@ class DiskTier:
         the page is a copy."""
         unfinished = self.folder / f"{key}.{secrets.token_hex(4)}"
         try:
-            unfinished.write_bytes(data)
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data + digest_of(key, data))
             unfinished.replace(self._path(key))
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -44,12 +55,14 @@ class DiskTier:
             self._path(key).unlink()
 
     def read(self, key: str) -> bytes | None:
-        """Read a page; None if it does not exist or has another size."""
+        """Read a page; None if it does not exist or is damaged."""
         try:
             data = self._path(key).read_bytes()
         except OSError:
             return None
-        if len(data) != self.page_num_bytes:
+        data, digest = data[: self.page_num_bytes], data[self.page_num_bytes :]
+        if digest != digest_of(key, data):
+            self.remove(key)
             return None
         self._used[key] = None
         self._used.move_to_end(key)

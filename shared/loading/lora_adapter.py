@@ -6,20 +6,27 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 
 from diptych.shared.config import ModelConfig
 from diptych.shared.loading.safetensors_file import read_header
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types.lora import LoraAdapter, LoraWeights
+from diptych.shared.types.stops import MAX_REGEX_SIZE, regex_size
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers that take adapters: those of attention and of dense MLPs."""
+
+PATTERN_SECONDS = 1.0
+"""For all patterns of an adapter on all its modules: a file from elsewhere can have one that never ends."""
+MAX_PATTERN_CHARS = 8192
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
@@ -94,22 +101,31 @@ def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
     alone = [module for module, found in parts.items() if len(found) != 2]
     if alone or not parts:
         raise ValueError(f"adapter {name!r}: {alone[0] if alone else folder} lacks lora_A or lora_B")
-    modules = {
-        module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0]))
-        for module, found in sorted(parts.items())
-    }
+    end = time.monotonic() + PATTERN_SECONDS
+    try:
+        modules = {
+            module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0], end))
+            for module, found in sorted(parts.items())
+        }
+    except TimeoutError:
+        raise ValueError(f"adapter {name!r}: alpha_pattern takes longer than {PATTERN_SECONDS:g} s") from None
     return LoraAdapter(name, content_id_of(modules), modules)
 
 
-def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+def scale_of(config: Mapping[str, Any], module: str, rank: int, end: float) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rsLoRA. `alpha_pattern` may have another alpha for the module.
-    `rank_pattern` may have another rank, which is that of its weights."""
+    `rank_pattern` may have another rank, which is that of its weights. Raises `TimeoutError` at `end`."""
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):  # PEFT's rule: the first that matches the end
+        left = max(end - time.monotonic(), 1e-6)
+        if regex.fullmatch(_at_the_end(pattern), module, timeout=left):  # PEFT's rule: the first to match
             alpha = value
             break
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _at_the_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})"
 
 
 def content_id_of(modules: Mapping[str, LoraWeights]) -> str:
@@ -148,10 +164,12 @@ def _check_alpha_pattern(pattern: Any, name: str) -> None:
         return
     if not isinstance(pattern, dict) or not all(isinstance(each, (int, float)) for each in pattern.values()):
         raise ValueError(message)
+    if sum(map(len, pattern)) > MAX_PATTERN_CHARS or sum(map(regex_size, pattern)) > MAX_REGEX_SIZE:
+        raise ValueError(f"adapter {name!r}: the regexes of alpha_pattern are too long or repeat too often")
     try:
         for each in pattern:
-            re.compile(each)
-    except re.error as error:
+            regex.compile(_at_the_end(each))
+    except (regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{message}: {error}") from None
 
 

@@ -20,6 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_SIZE = 100_000_000
 """Characters or items that one operation may make from smaller values."""
 
+MAX_LOOPED = 5_000_000
+"""Characters or items that one operation may visit in C, where no time limit ends it."""
+MAX_WRAPPED = 10_000
+"""Characters that `wordwrap` may visit: its pattern takes quadratic time in a run of spaces."""
+
 _MULTIPLYING = ("replace", "join")  # the result grows with the product of the text and the arguments
 _PADDING = (
     "batch",
@@ -33,6 +38,11 @@ _PADDING = (
     "wordwrap",
     "zfill",
 )
+_LOOPING = (
+    "batch", "dictsort", "e", "escape", "forceescape", "groupby", "list", "pprint", "reverse", "rsplit",
+    "slice", "sort", "split", "splitlines", "striptags", "sum", "title", "tojson", "unique", "urlencode",
+    "urlize", "wordcount", "xmlattr",
+)  # fmt: skip
 _FORMATTING = ("format", "format_map")
 _WIDTH_IS_AN_ARGUMENT = re.compile(r"\*|\{[^}]*\{")
 
@@ -71,7 +81,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    if name not in (*_MULTIPLYING, *_PADDING, *_FORMATTING):
+    if name not in (*_MULTIPLYING, *_PADDING, *_FORMATTING, *_LOOPING):
         return function
 
     @wraps(function)  # with the mark of a filter that takes the environment
@@ -83,7 +93,13 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(name: str, values: tuple[Any, ...]) -> None:
-    """Raise for a method of a text, or a filter, whose result could be larger than MAX_SIZE."""
+    """Raise for a method of a text, or a filter, whose result could be larger than MAX_SIZE, or that could
+    take longer than any time limit."""
+    limit = MAX_WRAPPED if name == "wordwrap" else MAX_LOOPED
+    if name in (*_LOOPING, "wordwrap"):
+        sizes = [_size(value) for value in values if isinstance(value, (str, list, tuple, dict))]
+        if max(sizes, default=0) > limit:
+            raise TemplateRuntimeError(f"{name!r} may not visit more than {limit} characters or items")
     if name in _MULTIPLYING:
         sizes = [_size(value) for value in values if isinstance(value, (str, list, tuple))]
         refuse_above(sizes[0] * max(sizes[1:], default=1), name)

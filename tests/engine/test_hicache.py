@@ -143,13 +143,17 @@ def test_namespaces_never_share_pages() -> None:
 
 
 def test_the_digest_of_a_model_is_of_all_that_decides_its_kv(tmp_path: Path) -> None:
-    weights, config = tmp_path / "a.safetensors", EngineConfig(random_seed=0, context_len=64)
+    weights = tmp_path / "a.safetensors"
+    config = EngineConfig(random_seed=0, context_len=64, hicache_tokens=64, hicache_dir=str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     weights.write_bytes(b"1")
     os.utime(weights, ns=(0, 0))
     found = [host_tier.model_digest(tmp_path, config)]
     assert host_tier.model_digest(tmp_path, config) == found[0]
     os.utime(weights, ns=(0, 1))
+    assert host_tier.model_digest(tmp_path, config) == found[0]  # a copy of the same weights
+    weights.write_bytes(b"2")
+    os.utime(weights, ns=(0, 0))
     found.append(host_tier.model_digest(tmp_path, config))
     weights.rename(tmp_path / "b.safetensors")
     found.append(host_tier.model_digest(tmp_path, config))

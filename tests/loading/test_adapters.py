@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,11 @@ def test_a_rank_of_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pattern", "scale"), [(None, 2.0), ({}, 2.0), ({"q_proj": 1}, 0.5)], ids=str)
 def test_what_is_valid_is_read(tmp_path: Path, pattern: Any, scale: float) -> None:
     assert read_adapter(write(tmp_path, alpha_pattern=pattern), "mine").modules[MODULE].scale == scale
+
+
+@pytest.mark.parametrize("pattern", ["(.|.)*[!?]", "(.|.|.)*[A-Z]", "((a{1000}){1000}){1000}", "a" * 9000])
+def test_a_pattern_that_never_ends(tmp_path: Path, pattern: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"adapter 'mine'.*alpha_pattern.*(takes longer|too long)"):
+        read_adapter(write(tmp_path, alpha_pattern={pattern: 1}), "mine")
+    assert time.monotonic() - start < 30

@@ -59,8 +59,16 @@ def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path
         left += before - {path.stem for path in tmp_path.glob("*.kv")}
     assert left == ["b", "c", "a"]
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".kv"]
-    (tmp_path / "z.kv").write_bytes(b"cut")
-    assert (tier.read("z"), tier.read("a"), tier.read("y")) == (None, None, b"2")
+    assert (tier.read("a"), tier.read("y"), tier.read("z")) == (None, b"2", b"2")
+    for path in (tmp_path, *tmp_path.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0
+    intact = (tmp_path / "y.kv").read_bytes()
+    for damaged in (b"cut", b"", b"3" + intact[1:], intact + b"2"):
+        (tmp_path / "y.kv").write_bytes(damaged)
+        assert tier.read("y") is None
+        assert not (tmp_path / "y.kv").exists()
+    (tmp_path / "x.kv").write_bytes(intact)  # a page of another prompt
+    assert tier.read("x") is None
 
 
 def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:

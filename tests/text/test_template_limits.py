@@ -45,6 +45,28 @@ def test_a_large_value_is_refused(template: str) -> None:
     assert BoundedEnvironment().from_string(smaller).render()
 
 
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [
+        ("{{ x | wordwrap(9) }}", "MAX_WRAPPED"),
+        ("{{ x | list }}", "MAX_LOOPED"),
+        ("{{ x.split() }}", "MAX_LOOPED"),
+    ],
+)
+def test_loops_in_c_are_short(template: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, limit, 20)
+    assert BoundedEnvironment().from_string(template).render(x=" " * 20) is not None
+    with pytest.raises(TemplateRuntimeError, match="may not visit more than 20"):
+        BoundedEnvironment().from_string(template).render(x=" " * 21)
+
+
+def test_no_wrapping_takes_longer_than_the_limit() -> None:
+    """A run of spaces is the slowest text for it."""
+    start = time.thread_time()
+    BoundedEnvironment().from_string("{{ x | wordwrap(1) }}").render(x=" " * template_limits.MAX_WRAPPED)
+    assert time.thread_time() - start < 1
+
+
 def test_a_filter_with_one_text_counts_it_once() -> None:
     environment = BoundedEnvironment()
     assert environment.from_string("{{ words | join }}").render(words=["a"] * LIMIT) == "a" * LIMIT

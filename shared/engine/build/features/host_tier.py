@@ -62,12 +62,14 @@ def make_host_cache(
 
 
 def model_digest(folder: Path, config: EngineConfig) -> str:
-    """A digest of everything that determines KV: the config, names, sizes and times of the weight files, and
-    dtypes."""
+    """A digest of everything that determines KV: the config, the weights, and dtypes. Weights are read
+    where pages outlive the engine: other weights of equal size and time must not find them."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        stat = path.stat()
-        digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(repr((path.name, path.stat().st_size)).encode())
+        with open(path, "rb") as file:
+            while config.hicache_dir is not None and (piece := file.read(2**24)):
+                digest.update(piece)
     flags = config.dtype, config.quantization, config.load_format, config.random_seed, config.context_len
     digest.update(repr(flags).encode())
     return digest.hexdigest()
