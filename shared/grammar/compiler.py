@@ -13,11 +13,12 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from diptych.shared.grammar.lanes import LONG_BYTES, Lane
 from diptych.shared.grammar.matcher import MatcherGrammar
 from diptych.shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
 from diptych.shared.grammar.spec import GrammarSpec, spec_of
@@ -42,8 +43,9 @@ ROOT = Path(__file__).parents[3]
 
 
 class GrammarCompiler:
-    """One per engine. A thread talks to the worker process, which starts with the first grammar; neither
-    exists before. `stop_token_ids` end a complete text. Without a tokenizer every grammar is refused."""
+    """One per engine. Short and long grammars have a lane each, with a thread that talks to a worker process;
+    both start with the first grammar. `stop_token_ids` end a complete text. Without a tokenizer every grammar
+    is refused."""
 
     def __init__(
         self,
@@ -58,8 +60,7 @@ class GrammarCompiler:
         self.compile_seconds = compile_seconds
         self._cache: OrderedDict[GrammarSpec, tuple[Future[Any], float]] = OrderedDict()
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._worker: Worker | None = None
+        self.lanes = (Lane(), Lane())  # of short texts, of long ones
         self._info: Any = None  # xgrammar's TokenizerInfo
 
     @cached_property
@@ -67,9 +68,10 @@ class GrammarCompiler:
         """The markers of a reasoning block; None: the model has none."""
         return ReasoningTokens.of(self.tokenizer) if self.tokenizer is not None else None
 
-    def submit(self, params: SamplingParams) -> Future[Any] | None:
+    def submit(self, params: SamplingParams, client: str = "") -> Future[Any] | None:
         """The compiled grammar of a request, for `grammar_for`; None: it needs none. Returns at once. Raises
-        `ValueError` for one that exceeds the limits; the future raises it for one that cannot be compiled."""
+        `ValueError` for one that exceeds the limits; the future raises it for one that cannot be compiled.
+        client: with whose other grammars it waits."""
         spec = spec_of(params)
         if spec is None:
             return None
@@ -82,7 +84,8 @@ class GrammarCompiler:
         with self._lock:
             entry = self._cache.get(spec)
             if entry is None or entry[1] < time.monotonic():
-                entry = self._thread.submit(self._compile, spec), float("inf")
+                lane = self.lanes[len(spec.text) > LONG_BYTES]
+                entry = lane.submit(client, self._compile, spec, lane), float("inf")
                 self._cache[spec] = entry
             self._cache.move_to_end(spec)
             while len(self._cache) > MAX_CACHED:
@@ -125,23 +128,24 @@ class GrammarCompiler:
             self._cache.clear()
 
     def close(self) -> None:
-        """End the worker. A grammar that is being compiled fails."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the workers. A grammar that is being compiled fails."""
+        for lane in self.lanes:
+            lane.cancel()
+            worker, lane.worker = lane.worker, None
+            if worker is not None:
+                worker.kill()
 
-    # ---- in the thread ----
+    # ---- in the threads ----
 
-    def _compile(self, spec: GrammarSpec) -> Any:
+    def _compile(self, spec: GrammarSpec, lane: Lane) -> Any:
         if self._info is None:
             self._info = self._tokenizer_info()
-        if self._worker is None:
-            self._worker = Worker(self._info.serialize_json())
+        if lane.worker is None:
+            lane.worker = Worker(self._info.serialize_json())
         try:
-            answer = self._worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
+            answer = lane.worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
         except WorkerEnded as error:
-            self._worker = None
+            lane.worker = None
             if error.is_late:
                 with self._lock:
                     if spec in self._cache:

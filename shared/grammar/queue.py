@@ -28,10 +28,10 @@ class GrammarQueue:
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._waiting))
 
-    def add(self, req: Req) -> bool:
+    def add(self, req: Req, client: str = "") -> bool:
         """False when the request needs no grammar: it does not wait. Raises `ValueError` for a grammar that
-        exceeds the limits."""
-        compiled = self._compiler.submit(req.sampling_params)
+        exceeds the limits. client: from whom it comes."""
+        compiled = self._compiler.submit(req.sampling_params, client)
         if compiled is None:
             return False
         self._waiting[req.rid] = Waiting(req, compiled)

@@ -168,14 +168,14 @@ def test_a_time_out_is_forgotten_after_a_while(tokenizer: Tokenizer, monkeypatch
 def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     assert accepts(compiler, "a", regex="a")
-    assert compiler._worker is not None
-    compiler._worker._process.kill()
-    compiler._worker._process.wait()
+    assert compiler.lanes[0].worker is not None
+    compiler.lanes[0].worker._process.kill()
+    compiler.lanes[0].worker._process.wait()
     with pytest.raises(ValueError, match="did not survive"):
         grammar(compiler, regex="b")
     assert accepts(compiler, "c", regex="c")
-    assert compiler._worker is not None
-    process = compiler._worker._process
+    assert compiler.lanes[0].worker is not None
+    process = compiler.lanes[0].worker._process
     assert process.poll() is None
     compiler.close()
     assert process.poll() is not None
@@ -184,8 +184,8 @@ def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: T
 def test_the_worker_ends_with_a_compiler_that_is_dropped(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     grammar(compiler, regex="a")
-    assert compiler._worker is not None
-    process = compiler._worker._process
+    assert compiler.lanes[0].worker is not None
+    process = compiler.lanes[0].worker._process
     del compiler
     gc.collect()
     assert process.wait(10) is not None
@@ -195,7 +195,8 @@ def test_the_worker_ends_with_a_compiler_that_is_dropped(tokenizer: Tokenizer) -
 def test_a_request_that_waits_can_leave(tokenizer: Tokenizer, name: str) -> None:
     compiler = make(tokenizer)
     is_over = threading.Event()
-    compiler._thread.submit(is_over.wait)  # nothing is compiled meanwhile
+    for lane in compiler.lanes:  # nothing is compiled meanwhile
+        lane.submit("", is_over.wait)
     queue = GrammarQueue(compiler)
     start = time.thread_time()
     try:
@@ -215,9 +216,9 @@ def test_what_only_dropped_requests_wait_for_is_not_compiled(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, spec: compiled.append(spec.text))
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, spec, lane: compiled.append(spec.text))
     compiler, is_over = make(tokenizer), threading.Event()
-    compiler._thread.submit(is_over.wait)
+    compiler.lanes[0].submit("", is_over.wait)
     queue = GrammarQueue(compiler)
     for rid, pattern in (("a", "x"), ("b", "y"), ("c", "y"), ("d", "z")):
         queue.add(Req(rid, [1], SamplingParams(regex=pattern), 0))
@@ -265,5 +266,5 @@ def test_without_xgrammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyP
 def test_nothing_starts_before_the_first_grammar(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     assert compiler.submit(SamplingParams()) is None
-    assert compiler._worker is None
+    assert compiler.lanes[0].worker is None
     assert Path(module.ROOT, "diptych", "shared").is_dir()

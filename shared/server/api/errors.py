@@ -37,7 +37,10 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """A full or draining server says when to try again."""
+        """A full or draining server says when to try again. Nothing else is read from a client whose body
+        did not arrive."""
+        if self.status == 408:
+            return {"Connection": "close"}
         return {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:

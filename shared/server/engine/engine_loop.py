@@ -144,7 +144,7 @@ class EngineLoop:
                 req.embeds = embeds_prompt(rows, message.params, config, size, self.assembly.dtype)[1]
             if message.images:
                 req.embeds = received_images(message.input_ids, message.images, self.assembly.vision)
-            if not self.grammar_queue.add(req):
+            if not self.grammar_queue.add(req, message.client):
                 self._add_request(req)
         except ValueError as error:
             self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
