@@ -106,11 +106,7 @@ def test_keys_of_the_administration(keys: Keys, key: str, status: int) -> None:
 def test_every_route_of_the_administration_is_guarded() -> None:
     guarded = set()
     for route in make_app()[0].routes:
-        dependencies = (
-            [each.call for each in getattr(route, "dependant", None).dependencies]
-            if hasattr(route, "dependant")
-            else []
-        )
+        dependencies = [each.dependency for each in getattr(route, "dependencies", ())]
         if require_admin in dependencies:
             guarded.add(route.path)
     assert guarded == admin_routes() - {"/abort_request"}  # it has rules of its own

@@ -79,7 +79,7 @@ FORMS = [  # path, what comes before, what is repeated, what comes behind
 def body_of(form: tuple[str, bytes, bytes, bytes], size: int) -> bytes:
     _, head, unit, tail = form
     in_list = head.endswith((b"[", b"{", b","))
-    number = max((size - len(head) - len(tail)) // (len(unit) + in_list), 1)
+    number = max((size - len(head) - len(tail)) // (len(unit.replace(b"%d", b"1234567")) + in_list), 1)
     units = [unit.replace(b"%d", b"%d" % i) for i in range(number)] if b"%d" in unit else [unit] * number
     return head + (b"," if in_list else b"").join(units) + tail
 

@@ -36,7 +36,7 @@ def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     return found
 
 
-def try_all(url: str) -> None:
+def try_all(url: str, max_examples: int) -> None:
     found = operations(url)
     assert "POST /v1/chat/completions" in found
     for path in ("/v1/messages", "/abort_request", PAUSE):
@@ -44,7 +44,7 @@ def try_all(url: str) -> None:
     for operation in found.values():
         for mode in schemathesis.GenerationMode:
 
-            @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def one(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error], timeout=60)
@@ -55,7 +55,7 @@ def try_all(url: str) -> None:
                 one()
 
 
-@pytest.mark.full
-def test_no_answer_is_a_500(own_server: RunningServer) -> None:
-    try_all(own_server.url)
+@pytest.mark.parametrize("max_examples", [4, pytest.param(100, marks=pytest.mark.full)])
+def test_no_answer_is_a_500(own_server: RunningServer, max_examples: int) -> None:
+    try_all(own_server.url, max_examples)
     assert_whole(own_server)

@@ -1,6 +1,6 @@
 """A Ray Serve application: replicas of this server on one or several machines, scaled and routed by Ray.
 
-    serve run diptych.shared.server.router.ray:app model=Qwen/Qwen3-8B num_replicas=2 num_gpus=1
+    serve run diptych.shared.server.router.ray:app model=Qwen/Qwen3-8B num_gpus=1 api_key_file=/etc/keys
 
 Each replica runs a whole server, with the API of `diptych serve`, in a process of its own. Ray passes
 requests to it, restarts a replica whose server has ended, and adds replicas under load (num_replicas=auto).
@@ -16,6 +16,7 @@ import sys
 import threading
 from dataclasses import fields
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -25,9 +26,11 @@ from starlette.responses import Response
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.server.engine.engine_process import die_with_the_other_end
+from diptych.shared.server.http.access import Keys, read_keys
 from diptych.shared.server.http.state import ServerSettings
 from diptych.shared.server.router.router import Router
 
+SERVER_FLAGS = {"served_model_name", "api_key_file", "allow_anonymous"}
 START_SECONDS = 1800.0
 """Until a replica must answer: a large model on a cold machine compiles kernels and reads its weights."""
 
@@ -69,8 +72,9 @@ class Replica:
 def app(args: dict[str, Any]) -> serve.Application:
     """What `serve run` builds.
 
-    args: fields of EngineConfig, served_model_name, num_replicas (a number, or "auto"), and num_gpus and
-    num_cpus of each replica. Raises `ValueError` for another name or a bad value."""
+    args: fields of EngineConfig, served_model_name, num_replicas (a number, or "auto"), num_gpus and num_cpus
+    of each replica, and api_key_file, a file of keys on their machines, or allow_anonymous=true: Ray's own
+    port asks for no key. Raises `ValueError` for another name or a bad value."""
     flags = dict(args)
     replicas = flags.pop("num_replicas", 1)
     resources = {name: float(flags.pop(name)) for name in ("num_gpus", "num_cpus") if name in flags}
@@ -83,11 +87,13 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 def _config_of(flags: dict[str, Any]) -> EngineConfig:
     """Make the configuration from values or, as on a command line, their texts."""
-    known = {field.name for field in fields(EngineConfig)} | {"served_model_name"}
+    known = {field.name for field in fields(EngineConfig)} | SERVER_FLAGS
     unknown = sorted(flags.keys() - known)
     if unknown:
         raise ValueError(f"unknown arguments {unknown}; known are {sorted(known)}")
-    values = {name: value for name, value in flags.items() if name != "served_model_name"}
+    if not flags.get("api_key_file") and str(flags.get("allow_anonymous")).lower() != "true":
+        raise ValueError("give api_key_file=FILE, or allow_anonymous=true to serve without a key")
+    values = {name: value for name, value in flags.items() if name not in SERVER_FLAGS}
     return TypeAdapter(EngineConfig).validate_python(values)
 
 
@@ -99,11 +105,13 @@ def _serve(flags: dict[str, Any], pipe: Connection) -> None:
 
     threading.Thread(target=die_with_the_other_end, args=(pipe,), daemon=True).start()
     config = _config_of(flags)
+    file = flags.get("api_key_file")
+    keys = Keys(read_keys(Path(file))) if file else Keys()
     folder = resolve_model_path(config.model, config.load_format)
     code = asyncio.run(
         run_server(
             config,
-            ServerSettings(port=0, served_model_name=flags.get("served_model_name")),
+            ServerSettings(port=0, served_model_name=flags.get("served_model_name"), keys=keys),
             lambda: load_tokenizer(config, folder),
             in_thread=not (config.device or default_device()).startswith("cuda"),
             announce=lambda state, port: pipe.send(port),
