@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.engine.build.features import Extras, Features
+from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan, make_plan
-from diptych.shared.engine.build.pools import Pools, make_pools
+from diptych.shared.engine.build.pools import make_pools
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
@@ -26,7 +26,6 @@ from diptych.shared.interfaces import (
     Detokenizer,
     RunnerFeatures,
     Scheduler,
-    SchedulerFeature,
     SchedulerParts,
     TokenToKVPool,
 )
@@ -37,8 +36,6 @@ from diptych.shared.modeling.kv_pool import attention_component
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.first_use import warm_up
-from diptych.shared.scheduling.host_cache import HostLoader
-from diptych.shared.scheduling.lora_slots import LoraSlots
 from diptych.shared.text.tokenizer import Tokenizer
 
 
@@ -151,11 +148,7 @@ def make_parts(
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
-    scheduler_features: list[SchedulerFeature] = []
-    if lora is not None:
-        scheduler_features.append(LoraSlots(lora))
-    if pools.host is not None:
-        scheduler_features.append(HostLoader(pools.host, pools.tree_cache, pools.allocator))
+    in_scheduler = [each for feature in features.features for each in feature.in_scheduler(extras, pools)]
     runner_features = RunnerFeatures(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,
         lora=lora,
@@ -177,7 +170,7 @@ def make_parts(
         draft_tree=component("draft_tree")() if drafter is not None else None,
         kv_pool=kv_pool,
         reward_head=extras.reward_head,
-        features=tuple(scheduler_features),
+        features=tuple(in_scheduler),
     )
 
 

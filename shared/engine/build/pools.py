@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from diptych.shared.engine.build.features import Extras, Features
+from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import (
     CausalLM,
-    PrefixCache,
-    ReqToTokenPool,
     TokenToKVPool,
-    TokenToKVPoolAllocator,
 )
 from diptych.shared.loading.kv_sizing import (
     MemoryPlan,
@@ -24,17 +21,7 @@ from diptych.shared.loading.kv_sizing import (
 )
 from diptych.shared.loading.pipeline_stages import own_layers
 from diptych.shared.modeling.kv_pool import build_kv_pool
-from diptych.shared.scheduling.host_cache import HostCache, tiered
-
-
-@dataclass(frozen=True)
-class Pools:
-    memory: MemoryPlan
-    req_to_token_pool: ReqToTokenPool
-    allocator: TokenToKVPoolAllocator
-    kv_pool: TokenToKVPool
-    tree_cache: PrefixCache
-    host: HostCache | None  # the tier below the cache
+from diptych.shared.scheduling.host_cache import tiered
 
 
 def make_pools(plan: Plan, features: Features, model: CausalLM, extras: Extras, free_before: int) -> Pools:

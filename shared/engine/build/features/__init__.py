@@ -14,7 +14,16 @@ import torch
 
 from diptych.shared.config.vision_config import LLAVA
 from diptych.shared.engine.build.plan import Plan
-from diptych.shared.interfaces import CausalLM, Drafter, TokenToKVPool
+from diptych.shared.interfaces import (
+    CausalLM,
+    Drafter,
+    PrefixCache,
+    ReqToTokenPool,
+    SchedulerFeature,
+    TokenToKVPool,
+    TokenToKVPoolAllocator,
+)
+from diptych.shared.loading.kv_sizing import MemoryPlan
 
 if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.engine.requests.lora_adapters import LoraAdapters
@@ -48,6 +57,18 @@ class Extras:
     drafter: Drafter | None = None
 
 
+@dataclass(frozen=True)
+class Pools:
+    """The memory of tokens."""
+
+    memory: MemoryPlan
+    req_to_token_pool: ReqToTokenPool
+    allocator: TokenToKVPoolAllocator
+    kv_pool: TokenToKVPool
+    tree_cache: PrefixCache
+    host: HostCache | None  # the tier below the cache
+
+
 class Feature:
     """An optional part of one engine. Its methods are called in this order."""
 
@@ -69,6 +90,10 @@ class Feature:
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
         """The tier below the prefix cache."""
         return None
+
+    def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
+        """What decides with the scheduler, at its named moments."""
+        return []
 
     # --8<-- [end:feature]
 

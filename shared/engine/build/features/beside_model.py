@@ -8,13 +8,14 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.config.vision_config import read_vision_config
-from diptych.shared.engine.build.features import Feature
+from diptych.shared.engine.build.features import Extras, Feature, Pools
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.engine.requests.embedding import read_reward_head
 from diptych.shared.engine.requests.images import takes_images
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
-from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts
+from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts, SchedulerFeature
 from diptych.shared.parallel.agreement import AgreedDrafter
+from diptych.shared.scheduling.lora_slots import LoraSlots
 
 
 class RewardHead(Feature):
@@ -47,6 +48,10 @@ class Lora(Feature):
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
         pool_class, models = self.plan.component("lora"), self.plan.selection["models"]
         return {"lora": LoraAdapters.of_engine(self.plan.config, model, pool_class, models)}
+
+    def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
+        assert extras.lora is not None
+        return [LoraSlots(extras.lora.pool)]
 
 
 class Speculation(Feature):

@@ -10,9 +10,9 @@ import psutil
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.features import Feature
-from diptych.shared.interfaces import Drafter, HostPool, TokenToKVPool
-from diptych.shared.scheduling.host_cache import HostCache, NextTier
+from diptych.shared.engine.build.features import Extras, Feature, Pools
+from diptych.shared.interfaces import Drafter, HostPool, SchedulerFeature, TokenToKVPool
+from diptych.shared.scheduling.host_cache import HostCache, HostLoader, NextTier
 from diptych.shared.scheduling.pages import round_up_to_page
 
 MIN_PAGE_LEN = 16
@@ -25,6 +25,10 @@ class HostTier(Feature):
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache:
         pool_class = self.plan.component("host_pool")
         return make_host_cache(self.plan.config, self.plan.folder, pool_class, kv_pool, drafter)
+
+    def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
+        assert pools.host is not None
+        return [HostLoader(pools.host, pools.tree_cache, pools.allocator)]
 
 
 def make_host_cache(
