@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.settings import load_tokenizer
-from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.engine.engine_client import Delta, Live
 from diptych.shared.server.engine.messages import Finish, Generate, Load, Ready, encode

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BODY = {"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}
+OPEN = {"allow_anonymous": "true"}
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.full
@@ -32,7 +33,7 @@ def url() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app({"max_total_tokens": "4096", "num_replicas": "2", "num_cpus": "1", "tp": "2"}))
+    serve.run(app({"max_total_tokens": "4096", "num_replicas": "2", "num_cpus": "1", "tp": "2", **OPEN}))
     yield f"http://127.0.0.1:{port}/v1/completions"
     serve.shutdown()
     ray.shutdown()
@@ -87,4 +88,6 @@ def test_bad_arguments_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="unknown arguments \\['modle'\\]"):
         app({"modle": "tiny-dense"})
     with pytest.raises(ValueError, match="page_size"):
-        app({"page_size": "-1"})
+        app({"page_size": "-1", **OPEN})
+    with pytest.raises(ValueError, match="api_key_file"):
+        app({"page_size": "16"})

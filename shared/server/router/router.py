@@ -339,7 +339,7 @@ class Router:
         headers = end_to_end(request.headers.raw)
         client = request.client.host if request.client is not None else "unknown"
         headers.append((b"x-forwarded-for", client.encode()))  # a server knows by it that this is a proxy
-        raw_path: bytes = request.scope["raw_path"]
+        raw_path: bytes = request.scope.get("raw_path") or request.url.path.encode()
         url = httpx.URL(replica.url + raw_path.decode("latin-1"), query=request.scope["query_string"])
         forwarded = self.client.build_request(request.method, url, headers=headers, content=content)
         return await self.client.send(forwarded, stream=True)
