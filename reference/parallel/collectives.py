@@ -10,6 +10,7 @@ import torch
 
 from diptych.shared.interfaces import collectives as interface
 from diptych.shared.parallel.collective_log import CollectiveLog
+from diptych.shared.parallel.meeting import gloo_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store, Work
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 class Collectives(interface.Collectives):
     def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
-        from torch.distributed import PrefixStore, ProcessGroupGloo
+        from torch.distributed import PrefixStore
 
         self.name = name
         self.rank = rank
         self.size = size
         self.log = CollectiveLog()
-        self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
+        self.group = gloo_group(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ few and small, and any network carries them.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from diptych.shared.interfaces import (
     TokenToKVPool,
 )
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.parallel.tensor_frames import pack, unpack
 from diptych.shared.sampling.logprobs import (
     distribute_input_logprobs,
     input_logprob_positions,
@@ -46,6 +46,10 @@ from diptych.shared.types import (
     ScheduleBatch,
     StepOutput,
 )
+
+MAX_RESULT_BYTES = 2**30
+"""Of the tokens and log-probabilities of one batch."""
+NO_LOGPROBS = (None, None, None)
 
 
 class Stage:
@@ -89,8 +93,8 @@ class Stage:
         found = None
         if batch.input_logprob_rows is not None:
             found = input_logprobs_of(batch, x, self.model.compute_logits)
-        output = SampleOutput(output.next_token_ids.cpu(), _on_cpu(output.logprobs))
-        result = pickle.dumps((output, _on_cpu(found)))
+        tensors = (output.next_token_ids, *(output.logprobs or NO_LOGPROBS), *(found or NO_LOGPROBS))
+        result = pack([None if x is None else x.cpu() for x in tensors])
         self._results.append(result)
         for rank in range(self.ranks.size - 1):
             self._send(torch.tensor([len(result)]), rank)
@@ -103,9 +107,13 @@ class Stage:
         else:
             last = self.ranks.size - 1
             size = int(self.ranks.receive(torch.zeros(1, dtype=torch.int64), last))
-            result = bytes(self.ranks.receive(torch.empty(size, dtype=torch.uint8), last).tolist())
-        results: tuple[SampleOutput, LogprobsOutput | None] = pickle.loads(result)
-        return results
+            if not 0 < size <= MAX_RESULT_BYTES:
+                raise RuntimeError(f"the last rank announces results of {size} bytes")
+            result = self.ranks.receive(torch.empty(size, dtype=torch.uint8), last).numpy().tobytes()
+        token_ids, *logprobs = unpack(result)
+        assert token_ids is not None
+        own, found = _logprobs(*logprobs[:3]), _logprobs(*logprobs[3:])
+        return SampleOutput(token_ids, own), found
 
     def _receive(self, num_tokens: int) -> torch.Tensor:
         """Hidden states from the stage before."""
@@ -125,8 +133,11 @@ class Stage:
         return self.ranks.group.send([x], to, 0)
 
 
-def _on_cpu(x: LogprobsOutput | None) -> LogprobsOutput | None:
-    return None if x is None else LogprobsOutput(*(part.cpu() for part in x))
+def _logprobs(*parts: torch.Tensor | None) -> LogprobsOutput | None:
+    token_logprobs, top_logprobs, top_ids = parts
+    if token_logprobs is None or top_logprobs is None or top_ids is None:
+        return None
+    return LogprobsOutput(token_logprobs, top_logprobs, top_ids)
 
 
 class Launched(NamedTuple):

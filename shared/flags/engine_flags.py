@@ -101,6 +101,11 @@ class EngineFlags:
     disaggregation: bool = flag(RANKS, False, "Prefill and decode in two engines, a process each.")
     """Prompts do not delay running requests. Twice the weights and pools, and the KV of each prompt is
     copied."""
+    cluster_secret_file: str | None = flag(
+        RANKS, None, "Secret of ranks that a launcher starts. Default: DIPTYCH_CLUSTER_SECRET."
+    )
+    """Ranks prove to each other that they know it. The file is yours alone (mode 0600), the same on every
+    computer, and has at least 16 bytes."""
 
     kv_cache_dtype: KvCacheDtypeName = flag(
         MEMORY, "auto", "auto: the model's number format; fp8_e4m3: 8 bits a value."

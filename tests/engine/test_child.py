@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diptych.shared.engine.processes import child
+from diptych.shared.engine.processes.answers import Answer, Ready, Report
+from diptych.shared.engine.processes.answers import encode as encode_answer
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
     Inbox,
-    Report,
     describe_all,
     first_end,
     reported_end,
@@ -27,6 +26,15 @@ from diptych.shared.engine.processes.child import (
     started,
 )
 from diptych.shared.engine.processes.input_log import Call, encode
+from diptych.shared.parallel import channel
+from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.collective_log import Entry
+
+ENTRY = Entry(1, "all_reduce", "tp", (2, 3), "float32", "decoder.py:7")
+
+
+def send(pipe: Channel, answer: Answer) -> None:
+    pipe.send(encode_answer(answer))
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +43,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Child, Connection]]:
-    mine, theirs = multiprocessing.Pipe()
+def ends() -> Iterator[tuple[Child, Channel]]:
+    mine, theirs = channel.pair()
     yield Child("rank 1", mine), theirs
     theirs.close()
 
@@ -56,7 +64,7 @@ def process_with(exitcode: int | None) -> Any:
     ],
 )
 def test_how_it_ended(process: Any, description: str) -> None:
-    mine, theirs = multiprocessing.Pipe()
+    mine, theirs = channel.pair()
     other = Child("rank 1", mine, process)
     assert other.describe_end() == description
     with pytest.raises(EngineProcessEnded, match=rf"^{description}$"):
@@ -66,31 +74,31 @@ def test_how_it_ended(process: Any, description: str) -> None:
         other.next_message(20.0)  # none can come
 
 
-def test_a_message_of_the_start_and_an_error_instead(ends: tuple[Child, Connection]) -> None:
+def test_a_message_of_the_start_and_an_error_instead(ends: tuple[Child, Channel]) -> None:
     other, pipe = ends
-    pipe.send("ready")
-    pipe.send(Report("stacks", "no memory"))
+    send(pipe, Ready("ready"))
+    send(pipe, Report("stacks", "no memory"))
     assert other.next_message(20.0) == "ready"
     with pytest.raises(EngineProcessEnded, match=r"^rank 1 does not start: no memory$"):
         other.next_message(20.0)
 
 
-def test_a_report_is_found_among_other_messages(ends: tuple[Child, Connection]) -> None:
+def test_a_report_is_found_among_other_messages(ends: tuple[Child, Channel]) -> None:
     other, pipe = ends
     assert other.report() is None
-    assert pipe.recv_bytes() == encode(Call("report", 0.0))
-    pipe.send("outputs")
-    pipe.send(Report("stacks"))
+    assert pipe.receive() == encode(Call("report", 0.0))
+    send(pipe, Ready("outputs"))
+    send(pipe, Report("stacks"))
     assert other.report() == Report("stacks")
     pipe.close()
     assert other.report() is None
 
 
-def send_disabled_bar(pipe: Connection) -> None:
+def send_disabled_bar(pipe: Channel) -> None:
     from tqdm.auto import tqdm
 
     with tqdm(total=2) as bar:
-        pipe.send(bar.disable)
+        send(pipe, Ready(bar.disable))
 
 
 @pytest.mark.parametrize("before", [None, pytest.param("0", marks=pytest.mark.full)])
@@ -103,16 +111,16 @@ def test_progress_is_drawn_by_the_first_process(before: str | None, monkeypatch:
     other.end()
 
 
-def test_a_running_process_reports(ends: tuple[Child, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_process_reports(ends: tuple[Child, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "REPORT_SECONDS", 20.0)
     other, pipe = ends
-    inbox = Inbox(pipe, lambda: ["all_reduce"], leave=lambda code: None)
+    inbox = Inbox(pipe, lambda: [ENTRY], leave=lambda code: None)
     inbox.start("ready")
     assert other.next_message(20.0) == "ready"
     other.call(encode(Call("abort", 0.0, rid="a")))
     report = other.report()
     assert report is not None
-    assert report.log == ["all_reduce"]
+    assert report.log == [ENTRY]
     assert "test_a_running_process_reports" in report.stacks
     assert [call.rid for call in inbox.calls(is_busy=False)] == ["a"]
     assert list(inbox.calls(is_busy=True)) == []
@@ -133,7 +141,7 @@ def test_stacks_have_the_names_of_threads() -> None:
 @pytest.mark.parametrize("is_ready", [False, True])
 @pytest.mark.parametrize("error", [None, ValueError("no memory")])
 def test_an_end_is_reported(
-    ends: tuple[Child, Connection], monkeypatch: pytest.MonkeyPatch, error: Exception | None, is_ready: bool,
+    ends: tuple[Child, Channel], monkeypatch: pytest.MonkeyPatch, error: Exception | None, is_ready: bool,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     other, pipe = ends
@@ -153,13 +161,13 @@ def test_an_end_is_reported(
     assert said.out == "written\n"
     assert ("Traceback" in said.err) == (error is not None and is_ready), "else the parent prints it"
     if error is not None:
-        report = other.pipe.recv()
+        report: Any = other.receive()
         place = sys._getframe().f_code.co_filename.rpartition("/")[2]
         assert report.error.startswith(f"ValueError: no memory ({place}:")
     assert not other.pipe.poll()
 
 
-def fail_when_called(pipe: Connection) -> None:
+def fail_when_called(pipe: Channel) -> None:
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
         inbox.start("ready")
@@ -182,15 +190,15 @@ def test_what_a_child_misses_while_its_parent_ends_is_no_error(
     assert ("connection reset" in capfd.readouterr().err) == (not parent_ends)
 
 
-def test_an_error_of_the_start_names_the_process_that_has_ended(ends: tuple[Child, Connection]) -> None:
+def test_an_error_of_the_start_names_the_process_that_has_ended(ends: tuple[Child, Channel]) -> None:
     other, pipe = ends
-    pipe.send("started")
-    pipe.send(Report("", "no memory"))
-    other.pipe.recv()
+    send(pipe, Ready())
+    send(pipe, Report("", "no memory"))
+    other.receive()
     with pytest.raises(EngineProcessEnded, match=r"^rank 1 has ended: no memory$"), started([other]):
         raise RuntimeError("timeout")
-    assert other.pipe.closed
-    mine, theirs = multiprocessing.Pipe()
+    assert other.pipe.is_closed
+    mine, theirs = channel.pair()
     silent = [Child("rank 1", mine)]
     with (
         pytest.raises(EngineProcessEnded, match=r"^the ranks do not find each other: timeout$"),
@@ -202,12 +210,12 @@ def test_an_error_of_the_start_names_the_process_that_has_ended(ends: tuple[Chil
         raise EngineProcessEnded("its own")
 
 
-def test_the_first_that_has_ended(ends: tuple[Child, Connection]) -> None:
+def test_the_first_that_has_ended(ends: tuple[Child, Channel]) -> None:
     other, pipe = ends
-    mine, theirs = multiprocessing.Pipe()
+    mine, theirs = channel.pair()
     children = [Child("rank 2", mine), other]
     assert first_end(children) is None
-    pipe.send("ready")
+    send(pipe, Ready())
     assert first_end(children) is None, "a message of a process that runs"
     pipe.close()
     assert first_end(children) == "rank 1 has closed its connection, or does not answer"

@@ -10,6 +10,7 @@ import pytest
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes import disaggregated, launcher, ranks, replicas, replicas_in_step, start
+from diptych.shared.parallel import meeting
 
 STARTS = (
     (start, "assemble"),
@@ -59,17 +60,17 @@ def test_what_a_launcher_leaves(
     environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[int] = []
-    monkeypatch.setattr(launcher, "_follow_rank_0", lambda: followed.append(1))
-    for name in launcher.VARIABLES:
+    monkeypatch.setattr(launcher, "_follow_rank_0", lambda config: followed.append(1))
+    for name in meeting.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher.is_launched() == expected
-    launcher.follow_if_launched()
+    launcher.follow_if_launched(EngineConfig())
     assert not followed, "rank 0 leads"
     if environment:
         monkeypatch.setenv("RANK", "1")
-        launcher.follow_if_launched()
+        launcher.follow_if_launched(EngineConfig())
         assert bool(followed) == expected
 
 

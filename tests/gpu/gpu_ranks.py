@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -14,7 +13,10 @@ from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
 from diptych.optimized.layers import RMSNorm
 from diptych.optimized.parallel.collectives import Collectives, NcclCollectives
 from diptych.optimized.parallel.symmetric_memory import one_shot_limit
+from diptych.shared.engine.processes.answers import Ready
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
+from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.meeting import local_store
 
 SECONDS = 120.0
 NUM_REPLAYS = 10_000
@@ -23,10 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def on_gpus(size: int, function: Callable[..., Any]) -> list[Any]:
     """`function` of this file with the group of each rank; the results in the order of ranks."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
-    children = [Child.spawn(f"rank {rank}", _run, function, rank, size, store.port) for rank in range(size)]
+    store = local_store(size)
+    children = [Child.spawn(f"rank {rank}", _run, function, rank, size, store.path) for rank in range(size)]
     try:
         with started(children):
             return [pickle.loads(child.next_message(2 * SECONDS)) for child in children]
@@ -35,18 +35,18 @@ def on_gpus(size: int, function: Callable[..., Any]) -> list[Any]:
             child.end()
 
 
-def _run(function: Callable[..., Any], rank: int, size: int, port: int, pipe: Connection) -> None:
-    from torch.distributed import TCPStore
+def _run(function: Callable[..., Any], rank: int, size: int, path: str, pipe: Channel) -> None:
+    from torch.distributed import FileStore
 
     inbox = Inbox(pipe, list)
     with reported_end(inbox), torch.inference_mode():
         torch.cuda.set_device(rank)
-        store = TCPStore("127.0.0.1", port, size, False)
+        store = FileStore(path, size)
         tp = Collectives(store, rank, size, SECONDS)
         result = function(tp, NcclCollectives(store, rank, size, SECONDS, "nccl"))
         torch.cuda.synchronize()
         tp.barrier()  # no rank frees memory that another reads
-        inbox.send(pickle.dumps(result))  # by value: a pipe would send tensors as memory of this process
+        inbox.send(Ready(pickle.dumps(result)))
 
 
 def random(name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:

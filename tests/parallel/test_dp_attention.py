@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from diptych.shared.engine.processes.replicas_in_step import (
     assemble_replica,
 )
 from diptych.shared.interfaces import Collectives, FusedExperts, TopKOutput
+from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.dp_attention import PassDispatch, PassTokens
 from diptych.shared.tools.conformance.clauses.clause import Clause
@@ -124,7 +124,7 @@ def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
         serve_calls(assembly.scheduler, assembly.grammars, inbox, steps_when_called=True)
 
     for rank in range(1, size):
-        mine, theirs = multiprocessing.Pipe()
+        mine, theirs = channel.pair()
         others.append(Child(f"replica {rank}", mine))
         inbox = Inbox(theirs, list, leave=lambda code: None)
         threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
@@ -204,7 +204,7 @@ def test_the_replicas_that_are_started_together(
     """All of `assemble_in_step`, with threads in place of the processes."""
 
     def spawn(name: str, main: Callable[..., None], *args: Any) -> Child:
-        mine, theirs = multiprocessing.Pipe()
+        mine, theirs = channel.pair()
         threading.Thread(target=main, args=(*args, theirs), daemon=True).start()
         return Child(name, mine)
 

@@ -1,6 +1,5 @@
 """Calls of the scheduler as messages between ranks."""
 
-import multiprocessing
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.input_log import Call, CallClock, apply, decode, encode
 from diptych.shared.engine.processes.ranks import LeadScheduler
+from diptych.shared.parallel import channel
 from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import make_config, requests
 
@@ -40,7 +40,7 @@ class Scheduler:
 
 
 def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
-    pipe, _other_end = multiprocessing.Pipe()
+    pipe, _other_end = channel.pair()
     sent: list[bytes] = []
     follower = SimpleNamespace(call=sent.append, pipe=pipe)
     tp, assembly = SimpleNamespace(is_broken=False), object()
@@ -80,7 +80,7 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     the clock of rank 0 jumps."""
     flags = {"max_running_requests": 1, "waiting_timeout": 30.0}
     sent: list[bytes] = []
-    pipe, _other_end = multiprocessing.Pipe()
+    pipe, _other_end = channel.pair()
     now = [time.monotonic()]
     monkeypatch.setattr(
         "diptych.shared.engine.processes.ranks.time", SimpleNamespace(monotonic=lambda: now[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox, started
 from diptych.shared.engine.processes.ranks import assemble_ranks, finish_launched
 from diptych.shared.engine.processes.watchdog import EXIT_HANGS, Watchdog
+from diptych.shared.parallel import channel
 from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
 from tests.server.running import serving
@@ -87,7 +87,7 @@ def test_launched_work_is_waited_for_while_all_ranks_run(monkeypatch: pytest.Mon
     waited: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     watchdog = Watchdog(lambda: "")
-    pipe, other_end = multiprocessing.Pipe()
+    pipe, other_end = channel.pair()
     followers = [Child("rank 1", pipe)]
     for device in ("cpu", "cuda:1"):
         finish_launched(device, watchdog, followers)
@@ -105,10 +105,10 @@ def test_an_error_at_the_start_ends_the_other_processes_and_is_raised() -> None:
 
 
 def test_a_process_leaves_without_an_error_when_its_parent_has_ended() -> None:
-    parent, child = multiprocessing.Pipe()
+    parent, child = channel.pair()
     codes: SimpleQueue[int] = SimpleQueue()
     Inbox(child, list, leave=codes.put).start("ready")
-    assert parent.recv() == "ready"
+    assert Child("rank 1", parent).next_message(20) == "ready"
     parent.close()
     assert codes.get(timeout=20) == 0
 
@@ -243,7 +243,7 @@ def test_ranks_that_torchrun_starts(kills: bool) -> None:
     done = subprocess.run(
         [*command, sys.executable, "-c", script],
         capture_output=True, text=True, timeout=180, check=False, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DIPTYCH_CLUSTER_SECRET": "0123456789abcdef"},
     )  # fmt: skip
     assert (done.returncode != 0) == kills, done.stderr
     assert ("12 + 30 = 42" in done.stdout) != kills

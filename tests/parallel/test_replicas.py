@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
 from diptych.shared.engine.processes.devices import config_of_replica
 from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, controlled, serve_calls
+from diptych.shared.parallel import channel
 from diptych.shared.types import FinishAbort, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
@@ -75,7 +75,7 @@ def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Contr
     others, sizes = [], []
     for i in range(1, num_replicas):
         assembly = assemble(config_of_replica(config, i))
-        mine, theirs = multiprocessing.Pipe()
+        mine, theirs = channel.pair()
         inbox = Inbox(theirs, list, leave=lambda code: None)
         others.append(Child(f"replica {i}", mine))
         inbox.start(assembly.parts.allocator.size)

@@ -12,14 +12,16 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
+from diptych.shared.engine.processes import answers
+from diptych.shared.engine.processes.answers import Answer, Ready, Report
 from diptych.shared.engine.processes.input_log import Call, decode, encode
-from diptych.shared.parallel.collective_log import first_difference
+from diptych.shared.parallel import channel
+from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.collective_log import Entry, first_difference
 
 REPORT_SECONDS = 5.0
 """Time limit in seconds for a process to report, or to end after its connections are closed."""
@@ -33,19 +35,10 @@ class EngineProcessEnded(RuntimeError):
     """A process of the engine has ended. The engine cannot be used any more."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The report of a process about itself, for error messages."""
-
-    stacks: str  # of all its threads
-    error: str = ""  # the one that ends it, with its place
-    log: list[Any] = field(default_factory=list)  # its latest collectives
-
-
 class Child:
-    """A handle of another process, over a pipe. `process`: None if this process has not started it."""
+    """A handle of another process, over a channel. `process`: None if this process has not started it."""
 
-    def __init__(self, name: str, pipe: Connection, process: BaseProcess | None = None) -> None:
+    def __init__(self, name: str, pipe: Channel, process: BaseProcess | None = None) -> None:
         self.name = name
         self.pipe = pipe
         self.process = process
@@ -56,7 +49,7 @@ class Child:
     def spawn(cls, name: str, main: Callable[..., None], *args: object) -> Child:
         """Start `main(*args, pipe)` in a new process."""
         spawn = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
-        pipe, theirs = spawn.Pipe()
+        pipe, theirs = channel.pair()
         process = spawn.Process(target=main, args=(*args, theirs), name=name)
         with _no_progress_bars():
             process.start()
@@ -67,16 +60,24 @@ class Child:
         """Receive a message while the process starts. Raises `EngineProcessEnded` if it cannot start."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll(seconds):
-                message = self.pipe.recv()
+                message = self.receive()
                 if isinstance(message, Report):
                     raise EngineProcessEnded(f"{self.name} does not start: {message.error}")
-                return message
+                if isinstance(message, Ready):
+                    return message.value
         raise EngineProcessEnded(self.describe_end())
+
+    def receive(self) -> Answer:
+        """The next message. Raises `EOFError` or `OSError` if the process has ended."""
+        try:
+            return answers.decode(self.pipe.receive())
+        except ValueError as error:
+            raise channel.Refused(f"a message of {self.name} cannot be read: {error}") from None
 
     def call(self, data: bytes) -> None:
         """Send a call. If the process has ended, the reader of the pipe detects it."""
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(data)
+            self.pipe.send(data)
 
     def report(self) -> Report | None:
         """The process's report; None: it has ended without one, or does not answer."""
@@ -84,7 +85,7 @@ class Child:
         end = time.monotonic() + REPORT_SECONDS
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll(max(end - time.monotonic(), 0)):
-                message = self.pipe.recv()
+                message = self.receive()
                 if isinstance(message, Report):
                     return message
         return None
@@ -120,7 +121,7 @@ def _no_progress_bars() -> Iterator[None]:
             os.environ["TQDM_DISABLE"] = before
 
 
-def _end(pipe: Connection, process: BaseProcess | None) -> None:
+def _end(pipe: Channel, process: BaseProcess | None) -> None:
     if process is not None:
         process.kill()
         process.join()
@@ -132,24 +133,22 @@ class Inbox:
     computes, and ends as soon as the parent has ended."""
 
     def __init__(
-        self, pipe: Connection, log: Callable[[], list[Any]], leave: Callable[[int], object] = os._exit
+        self, pipe: Channel, log: Callable[[], list[Entry]], leave: Callable[[int], object] = os._exit
     ) -> None:
         self.pipe = pipe
         self.leave = leave
         self.log = log
         self._calls: SimpleQueue[Call] = SimpleQueue()
-        self._lock = threading.Lock()  # two threads send
         self.is_ready = False
 
-    def start(self, message: Any) -> None:
+    def start(self, value: Any = None) -> None:
         """Tell the parent that this process is ready, and read calls from now on."""
         self.is_ready = True
-        self.send(message)
+        self.send(Ready(value))
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
-    def send(self, message: Any) -> None:
-        with self._lock:
-            self.pipe.send(message)
+    def send(self, message: Answer) -> None:
+        self.pipe.send(answers.encode(message))
 
     def calls(self, is_busy: bool) -> Iterator[Call]:
         """The received calls; an idle process waits for one."""
@@ -164,7 +163,7 @@ class Inbox:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                call = decode(self.pipe.recv_bytes())
+                call = decode(self.pipe.receive())
                 if call.method == "report":
                     self.send(self.report())
                 else:
@@ -211,19 +210,23 @@ def started(children: Sequence[Child]) -> Iterator[None]:
 
 def first_end(children: Sequence[Child]) -> str | None:
     """How the first child that has ended did so; None: none is known to have ended."""
-    by_pipe: dict[Any, Child] = {child.pipe: child for child in children}
-    pipe: Any
-    for pipe in wait(list(by_pipe), REPORT_SECONDS):
+    for child in readable(children, REPORT_SECONDS):
         try:
-            message = pipe.recv()
+            message = child.receive()
         except (EOFError, OSError):
-            return by_pipe[pipe].describe_end()
+            return child.describe_end()
         if isinstance(message, Report):
-            return f"{by_pipe[pipe].name} has ended: {message.error}"
+            return f"{child.name} has ended: {message.error}"
     return None
 
 
-def describe_all(children: Sequence[Child], log: Sequence[Any]) -> str:
+def readable(children: Sequence[Child], seconds: float) -> list[Child]:
+    """The children with a message, or that have ended; waits for the first."""
+    by_pipe = {child.pipe: child for child in children}
+    return [by_pipe[pipe] for pipe in channel.wait(by_pipe, seconds)]
+
+
+def describe_all(children: Sequence[Child], log: Sequence[Entry]) -> str:
     """The reports of processes as text, and where their collectives differ from the parent's `log`."""
     reports = {child.name: child.report() for child in children}
     lines = [f"{name}: {report.error}\n{report.stacks}" for name, report in reports.items() if report]

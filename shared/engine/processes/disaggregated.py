@@ -6,7 +6,6 @@ import socket
 import time
 import weakref
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
@@ -15,6 +14,7 @@ from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end
 from diptych.shared.engine.processes.devices import device_at
 from diptych.shared.interfaces import Transport
+from diptych.shared.parallel.channel import Channel
 
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of the prefill engine, which reads the weights."""
@@ -30,18 +30,17 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
     )
     transport_class = transport_of(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(START_SECONDS)
-        child = Child.spawn("prefill engine", _prefill, prefill_config, listener.getsockname()[1])
-        try:
-            assembly = assemble(config)
-            child.next_message(START_SECONDS)
-            connection, _ = listener.accept()
-            connection.settimeout(None)
-            transport = transport_class(connection, assembly.kv_pool)
-        except BaseException:
-            child.end()
-            raise
+    connection, theirs = socket.socketpair()
+    child = Child.spawn("prefill engine", _prefill, prefill_config, theirs)
+    theirs.close()
+    try:
+        assembly = assemble(config)
+        child.next_message(START_SECONDS)
+        transport = transport_class(connection, assembly.kv_pool)
+    except BaseException:
+        connection.close()
+        child.end()
+        raise
     scheduler = registry.load_part("disaggregation").DecodeSide(
         assembly.scheduler,
         assembly.parts,
@@ -61,13 +60,12 @@ def transport_of(config: EngineConfig) -> type[Transport]:
     return chosen
 
 
-def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:
+def _prefill(config: EngineConfig, connection: socket.socket, pipe: Channel) -> None:
     """The main function of the prefill engine's process, which ends with the decode engine."""
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
         assembly = assemble(config)
-        inbox.start("ready")
-        connection = socket.create_connection(("127.0.0.1", port))
+        inbox.start()
         transport = transport_of(config)(connection, assembly.kv_pool)
         module = registry.load_part("disaggregation")
         side = module.PrefillSide(assembly.scheduler, assembly.parts, transport)

@@ -1,77 +1,132 @@
 """Ranks started by a launcher: torchrun, or one task per rank with the same environment variables.
 
+    export DIPTYCH_CLUSTER_SECRET=$(openssl rand -hex 32)
     torchrun --nproc-per-node 2 --no-python diptych serve --tp 2
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT define the rendezvous. Every process has the same command. Rank
-0 runs it. The others connect to rank 0, get its configuration, and repeat its calls until it ends.
+0 runs it. The others connect to rank 0, get its configuration, and repeat its calls until it ends. Both ends
+prove the secret, which the store of the launcher never has: anyone on its network can write there.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
+import queue
+import time
+from dataclasses import asdict
 from datetime import timedelta
-from multiprocessing.connection import Client, Listener
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.build.settings import default_device
-from diptych.shared.engine.processes.child import Child
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, assemble_lead, follow
+from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect
+from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECRET = "DIPTYCH_CLUSTER_SECRET"
 
 
-def is_launched() -> bool:
-    """Whether this process is one of several ranks started by a launcher."""
-    return all(name in os.environ for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+class Hello(msgspec.Struct):
+    """The first message of a rank, and of rank 0 to it: `flags` of the engine, and where ranks of one
+    computer meet."""
+
+    rank: int
+    flags: dict[str, Any] = {}
+    path: str | None = None
 
 
-def follow_if_launched() -> None:
+def follow_if_launched(config: EngineConfig) -> None:
     """Follow rank 0. Returns only on rank 0, or without a launcher."""
     if is_launched() and int(os.environ["RANK"]) > 0:
-        _follow_rank_0()
+        _follow_rank_0(config)
 
 
 def assemble_launched(config: EngineConfig) -> Assembly:
     """The engine, on rank 0. Raises `ValueError` unless the launcher has started `config.num_ranks` ranks."""
-    follow_if_launched()
+    follow_if_launched(config)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.num_ranks:
         raise ValueError(
             f"the launcher has started {world_size} ranks (WORLD_SIZE); tp * pp is {config.num_ranks}"
         )
+    secret = cluster_secret(config)
     own_config = _on_own_device(config)
     config = config.updated(device=config.device or default_device())  # the same type on all ranks
     store = _meet()
-    key = secrets.token_bytes(32)
-    with Listener((os.environ["MASTER_ADDR"], 0), authkey=key) as listener:
-        store.set("address", f"{listener.address[0]} {listener.address[1]} {key.hex()}")
-        followers = [_accept(listener, store, rank, config) for rank in range(1, config.num_ranks)]
+    host = LOOPBACK if is_on_one_computer() else os.environ["MASTER_ADDR"]
+    listener = Listener(host, secret)
+    store.set("address", f"{host} {listener.port}")
+    path = None
+    if is_on_one_computer():
+        store = local_store(config.num_ranks)
+        path = store.path
+    try:
+        followers = _accept_all(listener, config, path)
+    finally:
+        listener.close()
     return assemble_lead(own_config, store, followers, TIME_LIMIT)
 
 
-def _accept(listener: Listener, store: Store, rank: int, config: EngineConfig) -> Child:
-    """Accept the connection of a rank; ranks connect one after the other."""
-    store.set(f"turn of {rank}", "")
-    store.wait([f"{rank} connects"], timedelta(seconds=TIME_LIMIT))
-    pipe = listener.accept()
-    pipe.send(config)
-    return Child(f"rank {rank}", pipe)  # over TCP, with the same methods
+def cluster_secret(config: EngineConfig) -> bytes:
+    """The secret of the file that the configuration names, or of the environment. Raises `ValueError` if
+    there is none, or if others may read the file."""
+    if config.cluster_secret_file is not None:
+        path = Path(config.cluster_secret_file)
+        try:
+            if path.stat().st_mode & 0o077:
+                raise ValueError(f"cluster_secret_file: others may open {path}: chmod 600 {path}")
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"cluster_secret_file: {error}") from None
+    else:
+        secret = os.environ.get(SECRET, "").encode()
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"ranks of a launcher need a secret of at least {MIN_SECRET_BYTES} bytes, the same for all: in "
+            f"{SECRET}, or in a file that cluster_secret_file names"
+        )
+    return secret
 
 
-def _follow_rank_0() -> NoReturn:
-    store, rank = _meet(), int(os.environ["RANK"])
-    store.wait([f"turn of {rank}"], timedelta(seconds=TIME_LIMIT))
-    host, port, key = store.get("address").decode().split()
-    store.set(f"{rank} connects", "")
-    pipe = Client((host, int(port)), authkey=bytes.fromhex(key))
-    follow(_on_own_device(pipe.recv()), rank, lambda: store, TIME_LIMIT, pipe)
+def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> list[Child]:
+    """The other ranks, in their order. Raises `EngineProcessEnded` if one does not come."""
+    end, found = time.monotonic() + TIME_LIMIT, dict[int, Child]()
+    while len(found) < config.num_ranks - 1:
+        try:
+            pipe = listener.accept(max(end - time.monotonic(), 0.0))
+        except queue.Empty:
+            missing = [rank for rank in range(1, config.num_ranks) if rank not in found]
+            raise EngineProcessEnded(f"ranks {missing} do not connect with the cluster's secret") from None
+        rank = msgspec.msgpack.decode(pipe.receive(), type=Hello).rank
+        if rank in found or not 0 < rank < config.num_ranks:
+            raise ValueError(f"two processes, or a wrong one, connect as rank {rank}")
+        pipe.send(msgspec.msgpack.encode(Hello(0, asdict(config), path)))
+        found[rank] = Child(f"rank {rank}", pipe)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _follow_rank_0(config: EngineConfig) -> NoReturn:
+    from torch.distributed import FileStore
+
+    secret, store, rank = cluster_secret(config), _meet(), int(os.environ["RANK"])
+    store.wait(["address"], timedelta(seconds=TIME_LIMIT))
+    host, port = store.get("address").decode().split()
+    pipe = connect(host, int(port), secret)
+    pipe.send(msgspec.msgpack.encode(Hello(rank)))
+    hello = msgspec.msgpack.decode(pipe.receive(), type=Hello)
+    config = EngineConfig(**hello.flags)
+    if hello.path is not None:
+        store = FileStore(hello.path, config.num_ranks)
+    follow(_on_own_device(config), rank, lambda: store, TIME_LIMIT, pipe)
     raise AssertionError("follow ends the process")
 
 

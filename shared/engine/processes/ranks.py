@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,12 +19,14 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.settings import default_device, default_panel
+from diptych.shared.engine.processes.answers import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,
     EngineProcessEnded,
     Inbox,
     describe_all,
+    readable,
     reported_end,
     started,
 )
@@ -34,6 +35,8 @@ from diptych.shared.engine.processes.input_log import Call, CallClock, Method, a
 from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.meeting import local_store
 from diptych.shared.types import Req, StepOutput
 
 if TYPE_CHECKING:
@@ -48,12 +51,10 @@ TIME_LIMIT = 120.0
 def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
     """Start the other ranks and return the engine of `config`, whose scheduler keeps the ranks in step.
     Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a rank cannot start."""
-    from torch.distributed import TCPStore
-
     configs = [config_of_rank(config, rank, config.num_ranks) for rank in range(config.num_ranks)]
-    store = TCPStore("127.0.0.1", 0, config.num_ranks, True, wait_for_workers=False)
+    store = local_store(config.num_ranks)
     followers = [
-        Child.spawn(f"rank {rank}", _follow_parent, configs[rank], rank, store.port, time_limit)
+        Child.spawn(f"rank {rank}", _follow_parent, configs[rank], rank, store.path, time_limit)
         for rank in range(1, config.num_ranks)
     ]
     return assemble_lead(configs[0], store, followers, time_limit)
@@ -179,11 +180,10 @@ class LeadScheduler(Scheduler):
 
     def _check(self) -> None:
         """Raise `EngineProcessEnded` if another rank has ended or has stopped following."""
-        readable = _readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)
-        if not readable and not self.tp.is_broken:
+        ended = readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)  # else they send nothing
+        if not ended and not self.tp.is_broken:
             return
         found = _describe_all(self.followers, self.tp)
-        ended = [follower for follower in self.followers if follower.pipe in readable]
         problem = (ended or self.followers)[0].describe_end()
         print(f"{problem}\n{found}", file=sys.stderr, flush=True)
         self.end(problem)
@@ -196,39 +196,34 @@ class LeadScheduler(Scheduler):
             follower.end()
 
 
-def _readable(followers: Sequence[Child], seconds: float) -> list[Any]:
-    """The pipes with a last report or an end of file. Running ranks send nothing."""
-    return wait([follower.pipe for follower in followers], seconds)
-
-
 def _have_ended(followers: Sequence[Child]) -> bool:
-    return bool(_readable(followers, 0))
+    return bool(readable(followers, 0))  # running ranks send nothing
 
 
 def _describe_all(followers: Sequence[Child], tp: Collectives) -> str:
     return describe_all(followers, list(tp.log.entries.copy()))
 
 
-def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+def _follow_parent(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
     """The main function of another rank's process."""
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore
 
-    follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.num_ranks, False), time_limit, pipe)
+    follow(config, rank, lambda: FileStore(path, config.num_ranks), time_limit, pipe)
 
 
-def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
+def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Channel) -> None:
     """Repeat the calls of rank 0 until it ends, then end this process. `config`: with this rank's device.
     `connect` returns the store."""
-    log: list[Any] = []
+    log: Any = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
         store = connect()
-        inbox.send("started")
+        inbox.send(Ready())
         tp = collectives_of(config)(store, rank, config.num_ranks, time_limit)
         log = tp.log.entries
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
-        inbox.start("ready")
+        inbox.start()
         while True:
             for call in inbox.calls(is_busy=False):
                 clock.follow(call)

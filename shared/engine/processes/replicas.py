@@ -8,16 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.processes.answers import Report, StepReport, step_report
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
     Inbox,
-    Report,
+    readable,
     reported_end,
     started,
 )
@@ -26,6 +26,7 @@ from diptych.shared.engine.processes.input_log import Call, Method, apply, encod
 from diptych.shared.engine.processes.ranks import LeadScheduler
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.parallel.channel import Channel
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.types import Req, SpeculationStats, StepOutput
 
@@ -43,15 +44,6 @@ class Load:
     ends it, so a burst of requests counts before the replica reports it."""
 
     num_tokens: dict[str, int] = field(default_factory=dict)  # of each live request, prompt and output
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The report of a replica after a step."""
-
-    outputs: list[StepOutput]
-    stats: SchedulerStats
-    start_times: dict[str, tuple[float, float | None]]  # of requests that are new: arrival, first step
 
 
 # --8<-- [start:choose-replica]
@@ -124,12 +116,11 @@ class Controller(Scheduler):
             raise EngineProcessEnded(self.problem)
         is_busy = self.scheduler.has_work()
         outputs = self.first(self.scheduler.step) if is_busy else []
-        others: dict[Any, Child] = {other.pipe: other for other in self.others}
-        ready = wait(list(others), 0 if is_busy else POLL_SECONDS)
+        ready = readable(self.others, 0 if is_busy else POLL_SECONDS)
         while ready:  # of several steps, if they are shorter than the first replica's
-            for pipe in ready:
-                outputs += self.receive(others[pipe])
-            ready = wait(list(others), 0)
+            for other in ready:
+                outputs += self.receive(other)
+            ready = readable(self.others, 0)
         return self.counted(outputs)
 
     def counted(self, outputs: list[StepOutput]) -> list[StepOutput]:
@@ -146,7 +137,7 @@ class Controller(Scheduler):
         """True also if a replica has ended, so that `step` is called and raises."""
         if self.replica_of or self.problem is not None or self.scheduler.has_work():
             return True
-        return bool(wait([other.pipe for other in self.others], 0))
+        return bool(readable(self.others, 0))
 
     def flush_cache(self) -> bool:
         if self.replica_of or not self.scheduler.flush_cache():
@@ -197,7 +188,7 @@ class Controller(Scheduler):
     def receive(self, other: Child) -> list[StepOutput]:
         """The outputs of a replica's step. Raises `EngineProcessEnded` if it has ended."""
         try:
-            report = other.pipe.recv()
+            report: Any = other.receive()
         except (EOFError, OSError):
             report = None
         if isinstance(report, StepReport):
@@ -206,7 +197,7 @@ class Controller(Scheduler):
                 req = self._reqs.pop(rid, None)
                 if req is not None:
                     req.arrival_time, req.run_start_time = arrival_time, run_start_time
-            return report.outputs
+            return report.all_outputs()
         problem = other.describe_end()
         raise self.ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
 
@@ -250,7 +241,7 @@ def controlled(
     return controller(config, first.scheduler, first.grammars, vocab_size, pool_size, others)
 
 
-def _run_replica(start: Start, config: EngineConfig, pipe: Connection) -> None:
+def _run_replica(start: Start, config: EngineConfig, pipe: Channel) -> None:
     """The main function of another replica's process."""
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
@@ -277,4 +268,4 @@ def serve_calls(
             outputs = scheduler.step()
             started = [new.pop(output.rid) for output in outputs if output.rid in new]
             times = {req.rid: (req.arrival_time, req.run_start_time) for req in started}
-            inbox.send(StepReport(outputs, scheduler.stats(), times))
+            inbox.send(step_report(outputs, scheduler.stats(), times))

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.answers import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,
     EngineProcessEnded,
     Inbox,
     describe_all,
+    readable,
     reported_end,
     started,
 )
@@ -28,7 +29,9 @@ from diptych.shared.engine.processes.ranks import TIME_LIMIT, collectives_of
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.dp_attention import idle_batch
+from diptych.shared.parallel.meeting import local_store
 from diptych.shared.types import Req, StepOutput
 
 
@@ -102,20 +105,17 @@ class ControllerInStep(Controller):
         try:
             return method(*args)
         except EngineProcessEnded as error:
-            pipes: dict[Any, Child] = {other.pipe: other for other in self.others}
-            for pipe in wait(list(pipes), REPORT_SECONDS):
-                self.receive(pipes[pipe])  # raises, unless it has only finished its step
+            for other in readable(self.others, REPORT_SECONDS):
+                self.receive(other)  # raises, unless it has only finished its step
             raise self.ended(str(error)) from None
 
 
 def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
     """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
     `EngineProcessEnded` if a replica cannot start."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, config.dp, True, wait_for_workers=False)
+    store = local_store(config.dp)
     others = [
-        Child.spawn(f"replica {i}", _run_replica, config, i, store.port, time_limit)
+        Child.spawn(f"replica {i}", _run_replica, config, i, store.path, time_limit)
         for i in range(1, config.dp)
     ]
     with started(others):
@@ -137,15 +137,15 @@ def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: fl
     return replace(assembly, scheduler=in_step)
 
 
-def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+def _run_replica(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
     """The main function of another replica's process."""
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore
 
     log: Any = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
-        store = TCPStore("127.0.0.1", port, config.dp, False)
-        inbox.send("started")
+        store = FileStore(path, config.dp)
+        inbox.send(Ready())
         assembly = assemble_replica(config, store, rank, time_limit)
         scheduler: Any = assembly.scheduler
         log = scheduler.dp.log.entries

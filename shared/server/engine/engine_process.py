@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -14,7 +15,6 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -40,10 +40,10 @@ class ZmqChannel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints) -> None:
         self._in = context.socket(zmq.PULL)
         self._out = context.socket(zmq.PUSH)
-        for socket, address in ((self._in, endpoints.to_engine), (self._out, endpoints.from_engine)):
-            socket.set_hwm(0)  # the API bounds how many requests there are
-            socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to deliver the last words
-            socket.connect(address)
+        for end, address in ((self._in, endpoints.to_engine), (self._out, endpoints.from_engine)):
+            end.set_hwm(0)  # the API bounds how many requests there are
+            end.setsockopt(zmq.LINGER, 1000)  # milliseconds to deliver the last words
+            end.connect(address)
 
     def receive(self, timeout: float) -> ToEngine | Unreadable | None:
         """The next message; None when none comes within `timeout` seconds."""
@@ -75,7 +75,7 @@ class EngineHandle:
         self._folder = folder
         self.process: BaseProcess | None = None
         self.thread: threading.Thread | None = None
-        self._death_pipe: Connection | None = None
+        self._death_pipe: socket.socket | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -122,7 +122,7 @@ def spawn_engine(
     folder.chmod(stat.S_IRWXU)  # sockets that only this user can reach
     handle = EngineHandle(Endpoints(f"ipc://{folder}/in", f"ipc://{folder}/out"), folder)
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    handle._death_pipe, theirs = spawn.Pipe()
+    handle._death_pipe, theirs = socket.socketpair()
     handle.process = spawn.Process(
         target=_process_main, args=(config, handle.endpoints, theirs), name="diptych-engine"
     )
@@ -139,7 +139,7 @@ def _thread_main(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], 
         channel.close()
 
 
-def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: Connection) -> None:
+def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=die_with_the_other_end, args=(death_pipe,), daemon=True).start()
@@ -179,8 +179,8 @@ def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
     EngineLoop(assembly, channel, import_seconds).run()
 
 
-def die_with_the_other_end(death_pipe: Connection) -> None:
+def die_with_the_other_end(death_pipe: socket.socket) -> None:
     """Ends this process when the one at the pipe's other end ends, however it ends: no orphan stays."""
-    with contextlib.suppress(EOFError, OSError):
-        death_pipe.recv_bytes()
+    with contextlib.suppress(OSError):
+        death_pipe.recv(1)
     os._exit(EXIT_ENGINE_DIED)

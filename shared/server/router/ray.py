@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import sys
 import threading
 from dataclasses import fields
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,16 @@ class Replica:
 
     def __init__(self, flags: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = socket.socketpair()
         self.process = context.Process(target=_serve, args=(flags, theirs), name="diptych-server")
         self.process.start()
         theirs.close()
-        if not self.pipe.poll(START_SECONDS):
-            raise TimeoutError(f"the server did not start within {START_SECONDS:.0f} s")
+        self.pipe.settimeout(START_SECONDS)
         try:
-            port = self.pipe.recv()
-        except EOFError:
+            port = int(self.pipe.recv(16))
+        except TimeoutError:
+            raise TimeoutError(f"the server did not start within {START_SECONDS:.0f} s") from None
+        except (ValueError, OSError):
             self.process.join()
             raise RuntimeError(f"the server ended with exit code {self.process.exitcode}") from None
         self.router = Router([f"http://127.0.0.1:{port}"])
@@ -97,7 +98,7 @@ def _config_of(flags: dict[str, Any]) -> EngineConfig:
     return TypeAdapter(EngineConfig).validate_python(values)
 
 
-def _serve(flags: dict[str, Any], pipe: Connection) -> None:
+def _serve(flags: dict[str, Any], pipe: socket.socket) -> None:
     """The server of a replica, in a process of its own, which sends its port."""
     from diptych.shared.engine.build.settings import default_device
     from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
@@ -114,7 +115,7 @@ def _serve(flags: dict[str, Any], pipe: Connection) -> None:
             ServerSettings(port=0, served_model_name=flags.get("served_model_name"), keys=keys),
             lambda: load_tokenizer(config, folder),
             in_thread=not (config.device or default_device()).startswith("cuda"),
-            announce=lambda state, port: pipe.send(port),
+            announce=lambda state, port: pipe.sendall(b"%d" % port),
         )
     )
     sys.exit(code)

@@ -10,7 +10,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,8 @@ import torch
 from diptych.shared import registry
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
 from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.meeting import local_store
 from diptych.shared.tools.bench.ceilings import call_times
 
 if TYPE_CHECKING:
@@ -92,11 +93,9 @@ def default_device(num_ranks: int) -> str:
 def measure(plan: SumsPlan, link: float | None = None) -> Iterator[SumsResult]:
     """One result after another, in the order of sizes. This process is rank 0. Raises `EngineProcessEnded`
     when another rank ends."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, plan.num_ranks, True, wait_for_workers=False)
+    store = local_store(plan.num_ranks)
     others = [
-        Child.spawn(f"rank {rank}", _follow, plan, rank, store.port) for rank in range(1, plan.num_ranks)
+        Child.spawn(f"rank {rank}", _follow, plan, rank, store.path) for rank in range(1, plan.num_ranks)
     ]
     with started(others):
         for other in others:
@@ -105,14 +104,14 @@ def measure(plan: SumsPlan, link: float | None = None) -> Iterator[SumsResult]:
             yield SumsResult(num_bytes, plan.num_ranks, seconds, link)
 
 
-def _follow(plan: SumsPlan, rank: int, port: int, pipe: Connection) -> None:
+def _follow(plan: SumsPlan, rank: int, path: str, pipe: Channel) -> None:
     """The process of another rank."""
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
-        store = TCPStore("127.0.0.1", port, plan.num_ranks, False)
-        inbox.start("started")
+        store = FileStore(path, plan.num_ranks)
+        inbox.start()
         for _ in time_sums(plan, store, rank):
             pass
 

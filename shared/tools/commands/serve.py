@@ -93,7 +93,7 @@ def serve(
     if config.num_ranks > 1:
         from diptych.shared.engine.processes.launcher import follow_if_launched
 
-        follow_if_launched()
+        follow_if_launched(config)
     settings = ServerSettings(
         host=host,
         port=port,

@@ -1,0 +1,61 @@
+"""Where ranks find each other: the ranks of one computer in a file that only this user can read, and over the
+loopback interface.
+
+Ranks that a launcher starts on several computers meet in its store, on the interface that gloo and NCCL
+choose. Their data are neither encrypted nor authenticated.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher sets."""
+LOOPBACK = "127.0.0.1"
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several ranks started by a launcher."""
+    return all(name in os.environ for name in LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def is_on_one_computer() -> bool:
+    """Whether all ranks are on this computer."""
+    return not is_launched() or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def local_store(num_ranks: int) -> Any:
+    """A new store. The other ranks open `FileStore(store.path, num_ranks)`. The file is deleted with this
+    object, so keep it until all ranks have started."""
+    from torch.distributed import FileStore
+
+    folder = tempfile.mkdtemp(prefix="diptych-")  # of mode 0700
+    store = FileStore(f"{folder}/store", num_ranks)
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    return store
+
+
+def gloo_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    """The gloo process group of the ranks that meet in `store`."""
+    from torch.distributed import ProcessGroupGloo
+
+    if not is_on_one_computer():
+        return ProcessGroupGloo(store, rank, size, limit)
+    options = ProcessGroupGloo._Options()
+    options._timeout = limit
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def use_loopback_for_nccl() -> None:
+    """Before the first NCCL group of ranks on one computer, whose data go through the memory of the GPUs."""
+    if is_on_one_computer():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
