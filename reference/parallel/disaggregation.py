@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -43,14 +43,17 @@ POLL_SECONDS = 0.001
 """Seconds that a turn waits if there is nothing to compute."""
 
 
+Page = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Start(msgspec.Struct, tag=True):
     """A message: compute a prompt, and send its KV from page `first_page` on to these pages."""
 
     room: str
     input_ids: list[int]
     extra_key: str | None
-    first_page: int
-    target_pages: list[int]
+    first_page: Page
+    target_pages: list[Page]
 
 
 class Failed(msgspec.Struct, tag=True):

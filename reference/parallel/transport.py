@@ -1,4 +1,4 @@
-"""Transfers KV pages from one pool to another: through a TCP connection, or into memory that both map.
+"""Transfers KV pages from one pool to another: through a connection, or into memory that both map.
 
 Each end has two threads. The writer sends frames from a queue in order, so that a frame queued after a room's
 pages also arrives after them. The reader applies what arrives. A room ends at an end only when its threads
@@ -8,19 +8,23 @@ are past it:
 - failed: the receiver has sent `abort`, by itself or because of the sender's `ask`. The sender then drops
   what it has not sent, and `aborted` follows what it has. The sender's room ends when its writer is there,
   the receiver's when it reads `aborted`.
+
+What arrives is checked: a frame for another layer, for pages that its room has not opened, or of another
+length than its pages, ends the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
-import struct
+import stat
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import msgspec
@@ -28,8 +32,10 @@ import torch
 
 from diptych.shared.interfaces import transport as interface
 from diptych.shared.interfaces.transport import TransferStatus
+from diptych.shared.parallel.channel import Channel, Refused
 
-_SIZES = struct.Struct("!II")  # of header and payload
+MAX_HEADER_BYTES = 64 * 2**20
+MAX_MESSAGE_BYTES = 256 * 2**20
 CLOSE_SECONDS = 5.0
 """Seconds for the writer to send the rest when an end closes."""
 WAIT_SECONDS = 0.001
@@ -42,6 +48,23 @@ class Frame(msgspec.Struct):
     layer: int = 0
     pages: list[int] = []  # of the receiver
     layout: str = ""  # hello: what must be equal
+    memories: list[Memory] = []
+    places: list[Place] = []
+
+
+class Memory(msgspec.Struct):
+    """Memory of a pool. Of a CPU's, a file descriptor follows the frame."""
+
+    size: int  # bytes
+    of_gpu: tuple[int, bytes, int, int, bytes, int, bytes, bool] | None = None  # as torch describes it
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where the k or v of a layer is: in which memory, from which byte on, how many pages."""
+
+    memory: int
+    offset: int
+    num_pages: int
 
 
 @dataclass
@@ -55,8 +78,10 @@ class Room:
 class Transport(interface.Transport):
     """A transport through the connection."""
 
-    def __init__(self, connection: socket.socket, kv_pool: Any) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket | Channel, kv_pool: Any) -> None:
+        """connection: between computers a channel that has proved the secret."""
+        self.channel = connection if isinstance(connection, Channel) else Channel(connection)
+        self.connection = self.channel.connection
         self.kv_pool = kv_pool
         self.is_lost = False
         self._rooms: dict[str, Room] = {}
@@ -162,7 +187,8 @@ class Transport(interface.Transport):
 
     def _greet(self) -> None:
         pool = self.kv_pool
-        shape = (pool.num_layers, *self._pages_of(pool.k_buffer(0)).shape[1:])
+        self._layout = [self._pages_of(buffer) for buffer in self._buffers(0)]  # that of every layer
+        shape = (pool.num_layers, *self._layout[0].shape[1:])
         own = Frame("hello", layout=f"{shape} {pool.dtype}")
         self._put_frame(own)
         other, _ = self._take_frame()
@@ -172,13 +198,21 @@ class Transport(interface.Transport):
 
     def _write(self) -> None:
         while (task := self._outgoing.get()) is not None:
-            with contextlib.suppress(OSError):  # the reader detects it
+            try:
                 task()
+            except Refused as error:
+                self._refuse(error)
+            except OSError:
+                pass  # the reader detects it
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
+        try:
             while True:
                 self._apply(*self._take_frame())
+        except (Refused, ValueError) as error:
+            self._refuse(error)
+        except (OSError, EOFError):
+            pass
         self.is_lost = True
         self._outgoing.put(None)
         self._writer.join()  # from here on no thread touches a page
@@ -186,6 +220,12 @@ class Transport(interface.Transport):
             for room in self._rooms.values():
                 if room.status == "open":
                     room.status = "failed"
+
+    def _refuse(self, error: Exception) -> None:
+        """End the connection because of what arrives."""
+        print(f"a transport has ended its connection: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _apply(self, frame: Frame, payload: bytearray) -> None:
         """Apply a frame, in the reader thread."""
@@ -206,19 +246,34 @@ class Transport(interface.Transport):
         elif frame.kind == "aborted":
             self._end(frame.room, "failed")
 
+    def _num_bytes(self, frame: Frame) -> int:
+        """The most bytes that may follow a frame. Raises `Refused` for one that cannot be applied."""
+        if frame.kind != "pages":
+            return MAX_MESSAGE_BYTES if frame.kind == "message" else 0
+        if not 0 <= frame.layer < self.kv_pool.num_layers:
+            raise Refused(f"pages of layer {frame.layer}, and the pool has {self.kv_pool.num_layers}")
+        with self._lock:
+            room = self._rooms.get(frame.room)
+            opened = [] if room is None or room.is_sender else room.pages
+        if len(set(frame.pages)) < len(frame.pages) or not set(frame.pages) <= set(opened):
+            raise Refused(f"pages that room {frame.room!r:.100} has not opened")
+        return len(frame.pages) * sum(pages[0].numel() for pages in self._layout)
+
     def _store(self, frame: Frame, payload: bytearray) -> None:
         halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
-        self._put_pages(self._buffers(frame.layer), frame.pages, halves)
+        self._put_pages([self._pages_of(x) for x in self._buffers(frame.layer)], frame.pages, halves)
 
     def _put_pages(
-        self, buffers: Sequence[torch.Tensor], page_ids: list[int], contents: Sequence[torch.Tensor]
+        self, targets: Sequence[torch.Tensor], page_ids: list[int], contents: Sequence[torch.Tensor]
     ) -> None:
-        """Write the contents of pages to both buffers of a layer. Returns when they are written."""
-        for buffer, content in zip(buffers, contents):
-            pages = self._pages_of(buffer)
+        """Write the contents of pages to both targets of a layer, [num_pages, ...]. Returns when they are
+        written. Raises `Refused` for pages beyond them."""
+        if not all(0 <= page < len(targets[0]) for page in page_ids):
+            raise Refused("pages beyond the pool")
+        for pages, content in zip(targets, contents):
             pages[page_ids] = content.view(len(page_ids), *pages.shape[1:]).to(pages.device)
-        if buffers[0].is_cuda:
-            torch.cuda.synchronize(buffers[0].device)
+        if targets[0].is_cuda:
+            torch.cuda.synchronize(targets[0].device)
 
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
@@ -228,43 +283,74 @@ class Transport(interface.Transport):
         return buffer.view(torch.uint8).unflatten(0, (-1, self.kv_pool.page_size))
 
     def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
-        header = msgspec.msgpack.encode(frame)
-        self.connection.sendall(_SIZES.pack(len(header), len(payload)) + header + payload)
+        self.channel.send(msgspec.msgpack.encode(frame), payload)
 
     def _take_frame(self) -> tuple[Frame, bytearray]:
-        header_len, payload_len = _SIZES.unpack(self._take(_SIZES.size))
-        header = msgspec.msgpack.decode(self._take(header_len), type=Frame)
-        return header, self._take(payload_len)
-
-    def _take(self, size: int) -> bytearray:
-        data, start = bytearray(size), 0
-        while start < size:
-            num_read = self.connection.recv_into(memoryview(data)[start:])
-            if num_read == 0:
-                raise EOFError
-            start += num_read
-        return data
+        frame = msgspec.msgpack.decode(self.channel.receive(MAX_HEADER_BYTES), type=Frame)
+        payload = self.channel.receive(self._num_bytes(frame))
+        if frame.kind == "pages" and len(payload) != self._num_bytes(frame):
+            raise Refused(f"{len(payload)} bytes for {len(frame.pages)} pages")
+        return frame, payload
 
 
 class SharedMemoryTransport(Transport):
     """A transport that writes to the other end's pool, on the same computer: in memory that both processes
-    map, of the CPU or of a GPU. Other frames use the connection."""
+    map, of the CPU or of a GPU. Other frames use the connection, a socket pair: files pass through it."""
 
     _is_shared = False
-    _other: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # k and v buffers of each layer
+    _other: list[tuple[torch.Tensor, ...]] | None = None  # pages of the k and v of each layer
 
     def open_receiver(self, room: str, pages: Sequence[int]) -> None:
         if not self._is_shared:
             self._is_shared = True
-            buffers = [self._buffers(layer) for layer in range(self.kv_pool.num_layers)]
-            handles = bytes(ForkingPickler.dumps(buffers))  # torch moves CPU tensors into shared memory
-            self._outgoing.put(lambda: self._put_frame(Frame("memory"), handles))
+            self._share()
         super().open_receiver(room, pages)
+
+    def _share(self) -> None:
+        """Send what the other end needs to map this pool."""
+        frame, files, numbers = Frame("memory"), list[int](), dict[int, int]()
+        for layer in range(self.kv_pool.num_layers):
+            for pages in map(self._pages_of, self._buffers(layer)):
+                storage: Any = pages.untyped_storage()
+                if storage._cdata not in numbers:
+                    numbers[storage._cdata] = len(numbers)
+                    of_gpu = storage._share_cuda_() if pages.is_cuda else None
+                    frame.memories.append(Memory(storage.nbytes(), of_gpu))
+                    if of_gpu is None:
+                        files.append(storage._share_fd_cpu_()[0])  # it moves into memory without a name
+                frame.places.append(Place(numbers[storage._cdata], int(pages.storage_offset()), len(pages)))
+        self._outgoing.put(lambda: self._send_memory(frame, files))
+
+    def _send_memory(self, frame: Frame, files: list[int]) -> None:
+        self._put_frame(frame)
+        for file in files:
+            socket.send_fds(self.connection, [b"f"], [file])
 
     def _apply(self, frame: Frame, payload: bytearray) -> None:
         if frame.kind == "memory":
-            self._other = ForkingPickler.loads(payload)
+            storages = [self._map(memory) for memory in frame.memories]
+            mapped = [_pages_in(storages, place, self._layout[i % 2]) for i, place in enumerate(frame.places)]
+            if len(mapped) != 2 * self.kv_pool.num_layers:
+                raise Refused(f"{len(mapped)} buffers for {self.kv_pool.num_layers} layers")
+            self._other = list(zip(mapped[::2], mapped[1::2]))
         super()._apply(frame, payload)
+
+    def _map(self, memory: Memory) -> Any:
+        """The storage that the other end shares. Raises `Refused` for anything else."""
+        if memory.of_gpu is not None:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage._new_shared_cuda(*memory.of_gpu)
+        _, files, _, _ = socket.recv_fds(self.connection, 1, 1)
+        for file in files:
+            try:
+                found = os.fstat(file)
+                if stat.S_ISREG(found.st_mode) and 0 < memory.size <= found.st_size:
+                    return torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
+                        file, memory.size
+                    )
+            finally:
+                os.close(file)
+        raise Refused(f"no memory of {memory.size} bytes")
 
     # --8<-- [start:copy-into-shared-memory]
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
@@ -275,6 +361,18 @@ class SharedMemoryTransport(Transport):
             self._put_pages(self._other[layer], target, pages)
 
     # --8<-- [end:copy-into-shared-memory]
+
+
+def _pages_in(storages: Sequence[Any], place: Place, like: torch.Tensor) -> torch.Tensor:
+    """Pages in mapped memory, as those of this pool are laid out. Raises `Refused` if they are not inside."""
+    last = sum((size - 1) * stride for size, stride in zip(like.shape[1:], like.stride()[1:]))
+    if not 0 <= place.memory < len(storages) or place.offset < 0 or place.num_pages < 1:
+        raise Refused(f"no pages at {place}")
+    storage = storages[place.memory]
+    if place.offset + (place.num_pages - 1) * like.stride(0) + last >= storage.nbytes():
+        raise Refused(f"pages at {place}, beyond memory of {storage.nbytes()} bytes")
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, place.offset, (place.num_pages, *like.shape[1:]), like.stride())
 
 
 def _bytes_of(x: torch.Tensor) -> bytes:

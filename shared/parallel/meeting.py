@@ -33,14 +33,19 @@ def is_on_one_computer() -> bool:
 
 
 def local_store(num_ranks: int) -> Any:
-    """A new store. The other ranks open `FileStore(store.path, num_ranks)`. The file is deleted with this
-    object, so keep it until all ranks have started."""
-    from torch.distributed import FileStore
-
+    """A new store, which the other ranks open by its path. The file is deleted with this object, so keep it
+    until all ranks have started."""
     folder = tempfile.mkdtemp(prefix="diptych-")  # of mode 0700
-    store = FileStore(f"{folder}/store", num_ranks)
+    store = open_store(f"{folder}/store", num_ranks)
     weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
     return store
+
+
+def open_store(path: str, num_ranks: int) -> Any:
+    """The store at this path."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    return FileStore(path, num_ranks)
 
 
 def gloo_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
@@ -49,7 +54,7 @@ def gloo_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
 
     if not is_on_one_computer():
         return ProcessGroupGloo(store, rank, size, limit)
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return ProcessGroupGloo(store, rank, size, options)

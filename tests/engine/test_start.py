@@ -40,7 +40,7 @@ def test_which_start(
 ) -> None:
     for module, name in STARTS:
         monkeypatch.setattr(module, name, lambda *_, name=name: name)
-    monkeypatch.setattr(launcher, "is_launched", lambda: is_launched)
+    monkeypatch.setattr(meeting, "is_launched", lambda: is_launched)
     if is_launched and expected == "assemble_ranks":
         expected = "assemble_launched"
     assert start.start_assembly(EngineConfig(**flags)) == expected
@@ -65,7 +65,7 @@ def test_what_a_launcher_leaves(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert launcher.is_launched() == expected
+    assert meeting.is_launched() == expected
     launcher.follow_if_launched(EngineConfig())
     assert not followed, "rank 0 leads"
     if environment:

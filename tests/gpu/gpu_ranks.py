@@ -16,7 +16,7 @@ from diptych.optimized.parallel.symmetric_memory import one_shot_limit
 from diptych.shared.engine.processes.answers import Ready
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
 from diptych.shared.parallel.channel import Channel
-from diptych.shared.parallel.meeting import local_store
+from diptych.shared.parallel.meeting import local_store, open_store
 
 SECONDS = 120.0
 NUM_REPLAYS = 10_000
@@ -36,12 +36,10 @@ def on_gpus(size: int, function: Callable[..., Any]) -> list[Any]:
 
 
 def _run(function: Callable[..., Any], rank: int, size: int, path: str, pipe: Channel) -> None:
-    from torch.distributed import FileStore
-
     inbox = Inbox(pipe, list)
     with reported_end(inbox), torch.inference_mode():
         torch.cuda.set_device(rank)
-        store = FileStore(path, size)
+        store = open_store(path, size)
         tp = Collectives(store, rank, size, SECONDS)
         result = function(tp, NcclCollectives(store, rank, size, SECONDS, "nccl"))
         torch.cuda.synchronize()

@@ -70,9 +70,10 @@ class Child:
     def receive(self) -> Answer:
         """The next message. Raises `EOFError` or `OSError` if the process has ended."""
         try:
-            return answers.decode(self.pipe.receive())
+            message: Answer = answers.decode(self.pipe.receive())
         except ValueError as error:
             raise channel.Refused(f"a message of {self.name} cannot be read: {error}") from None
+        return message
 
     def call(self, data: bytes) -> None:
         """Send a call. If the process has ended, the reader of the pipe detects it."""

@@ -58,7 +58,7 @@ def encode(call: Call) -> bytes:
         raise ValueError("with several ranks or replicas an integer may have at most 64 bits") from None
 
 
-def decode(data: bytes) -> Call:
+def decode(data: bytes | bytearray) -> Call:
     """Raises `msgspec.ValidationError` for anything but a Call."""
     return _decoder.decode(data)
 

@@ -27,7 +27,7 @@ from diptych.shared.engine.processes.child import Child, EngineProcessEnded
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, assemble_lead, follow
 from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect
-from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store
+from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -115,8 +115,6 @@ def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> l
 
 
 def _follow_rank_0(config: EngineConfig) -> NoReturn:
-    from torch.distributed import FileStore
-
     secret, store, rank = cluster_secret(config), _meet(), int(os.environ["RANK"])
     store.wait(["address"], timedelta(seconds=TIME_LIMIT))
     host, port = store.get("address").decode().split()
@@ -125,7 +123,7 @@ def _follow_rank_0(config: EngineConfig) -> NoReturn:
     hello = msgspec.msgpack.decode(pipe.receive(), type=Hello)
     config = EngineConfig(**hello.flags)
     if hello.path is not None:
-        store = FileStore(hello.path, config.num_ranks)
+        store = open_store(hello.path, config.num_ranks)
     follow(_on_own_device(config), rank, lambda: store, TIME_LIMIT, pipe)
     raise AssertionError("follow ends the process")
 

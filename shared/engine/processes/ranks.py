@@ -36,7 +36,7 @@ from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
-from diptych.shared.parallel.meeting import local_store
+from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.types import Req, StepOutput
 
 if TYPE_CHECKING:
@@ -206,9 +206,7 @@ def _describe_all(followers: Sequence[Child], tp: Collectives) -> str:
 
 def _follow_parent(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
     """The main function of another rank's process."""
-    from torch.distributed import FileStore
-
-    follow(config, rank, lambda: FileStore(path, config.num_ranks), time_limit, pipe)
+    follow(config, rank, lambda: open_store(path, config.num_ranks), time_limit, pipe)
 
 
 def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Channel) -> None:

@@ -31,7 +31,7 @@ from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.dp_attention import idle_batch
-from diptych.shared.parallel.meeting import local_store
+from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.types import Req, StepOutput
 
 
@@ -139,12 +139,10 @@ def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: fl
 
 def _run_replica(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
     """The main function of another replica's process."""
-    from torch.distributed import FileStore
-
     log: Any = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
-        store = FileStore(path, config.dp)
+        store = open_store(path, config.dp)
         inbox.send(Ready())
         assembly = assemble_replica(config, store, rank, time_limit)
         scheduler: Any = assembly.scheduler

@@ -21,10 +21,11 @@ def start_assembly(config: EngineConfig) -> Assembly:
     if config.tp == config.pp == config.dp == 1 and not config.dp_attention:
         return assemble(config)
     try:
-        from diptych.shared.engine.processes.launcher import assemble_launched, is_launched
+        from diptych.shared.engine.processes.launcher import assemble_launched
         from diptych.shared.engine.processes.ranks import assemble_ranks
         from diptych.shared.engine.processes.replicas import assemble_replicas
         from diptych.shared.engine.processes.replicas_in_step import assemble_in_step
+        from diptych.shared.parallel.meeting import is_launched
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{config.num_ranks} ranks, dp={config.dp}: need {error.name}: pip install 'diptych[parallel]'"

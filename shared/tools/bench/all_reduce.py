@@ -18,7 +18,7 @@ from diptych.shared import registry
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
 from diptych.shared.interfaces import Collectives
 from diptych.shared.parallel.channel import Channel
-from diptych.shared.parallel.meeting import local_store
+from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.tools.bench.ceilings import call_times
 
 if TYPE_CHECKING:
@@ -106,11 +106,9 @@ def measure(plan: SumsPlan, link: float | None = None) -> Iterator[SumsResult]:
 
 def _follow(plan: SumsPlan, rank: int, path: str, pipe: Channel) -> None:
     """The process of another rank."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
-        store = FileStore(path, plan.num_ranks)
+        store = open_store(path, plan.num_ranks)
         inbox.start()
         for _ in time_sums(plan, store, rank):
             pass
