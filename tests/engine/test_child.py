@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.processes import child
-from diptych.shared.engine.processes.answers import Answer, Ready, Report
-from diptych.shared.engine.processes.answers import encode as encode_answer
+from diptych.shared.engine.processes.child_messages import Answer, Ready, Report
+from diptych.shared.engine.processes.child_messages import encode as encode_answer
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,

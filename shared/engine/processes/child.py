@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from diptych.shared.engine.processes import answers
-from diptych.shared.engine.processes.answers import Answer, Ready, Report
+from diptych.shared.engine.processes import child_messages
+from diptych.shared.engine.processes.child_messages import Answer, Ready, Report
 from diptych.shared.engine.processes.input_log import Call, decode, encode
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.channel import Channel
@@ -70,7 +70,7 @@ class Child:
     def receive(self) -> Answer:
         """The next message. Raises `EOFError` or `OSError` if the process has ended."""
         try:
-            message: Answer = answers.decode(self.pipe.receive())
+            message: Answer = child_messages.decode(self.pipe.receive())
         except ValueError as error:
             raise channel.Refused(f"a message of {self.name} cannot be read: {error}") from None
         return message
@@ -149,7 +149,7 @@ class Inbox:
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def send(self, message: Answer) -> None:
-        self.pipe.send(answers.encode(message))
+        self.pipe.send(child_messages.encode(message))
 
     def calls(self, is_busy: bool) -> Iterator[Call]:
         """The received calls; an idle process waits for one."""
@@ -162,14 +162,20 @@ class Inbox:
         return Report(stacks_of_all_threads(), error, self.log())
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        code = 0
+        try:
             while True:
                 call = decode(self.pipe.receive())
                 if call.method == "report":
                     self.send(self.report())
                 else:
                     self._calls.put(call)
-        self.leave(0)  # the parent has ended, or has closed this process's pipe
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            pass  # the parent has ended, or has closed this process's pipe
+        except (OSError, ValueError) as error:
+            code = 1
+            print(f"a call cannot be read: {error}", file=sys.stderr, flush=True)
+        self.leave(code)
 
 
 @contextlib.contextmanager

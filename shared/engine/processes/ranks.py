@@ -19,7 +19,7 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.settings import default_device, default_panel
-from diptych.shared.engine.processes.answers import Ready
+from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,

@@ -12,7 +12,7 @@ from typing import Any
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
-from diptych.shared.engine.processes.answers import Report, StepReport, step_report
+from diptych.shared.engine.processes.child_messages import Report, StepReport, step_report
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,

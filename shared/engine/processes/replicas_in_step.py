@@ -14,7 +14,7 @@ import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
-from diptych.shared.engine.processes.answers import Ready
+from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,

@@ -1,0 +1,75 @@
+"""No code of the engine and the server runs what it reads, and no channel between processes pickles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from tree import ROOT, python_files
+
+CODE = ("shared", "reference", "optimized")
+MODULES = {
+    *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"),
+    *("multiprocessing.connection", "multiprocessing.reduction", "multiprocessing.shared_memory"),
+    *("torch.multiprocessing", "torch.package"),
+}
+CALLS = {"eval", "exec"}
+ATTRIBUTES = {
+    *("Pipe", "Manager", "JoinableQueue"),  # of multiprocessing, they pickle
+    *("send_object", "recv_object", "all_gather_object", "gather_object", "send_pyobj", "recv_pyobj"),
+    *("TCPStore", "ForkingPickler", "unsafe_load", "full_load"),
+}
+
+
+def unsafe(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+            yield from names & MODULES or {each.name for each in node.names} & ATTRIBUTES
+        elif isinstance(node, ast.Attribute):
+            if node.attr in ATTRIBUTES or node.attr.endswith("_object_list"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            is_loose = name == "torch.load" and given.get("weights_only") != "True"
+            if name in CALLS or name == "yaml.load" or is_loose or given.get("allow_pickle") == "True":
+                yield name
+
+
+def test_the_engine_and_the_server_run_nothing_that_they_read() -> None:
+    paths = [path for path in python_files(*CODE) if path.parts[:2] != ("shared", "tools")]
+    found = {path.as_posix(): list(unsafe((ROOT / path).read_text("utf-8"))) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from multiprocessing.connection import Listener",
+        "from multiprocessing import connection",
+        "from multiprocessing.reduction import ForkingPickler",
+        "import marshal",
+        "eval(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "numpy.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "ours, theirs = context.Pipe()",
+        "distributed.broadcast_object_list(found)",
+        "from torch.distributed import TCPStore",
+    ],
+)
+def test_what_is_found(source: str) -> None:
+    assert len(list(unsafe(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.load(path, weights_only=True)", "model.eval()", "from queue import SimpleQueue"]
+)
+def test_what_is_allowed(source: str) -> None:
+    assert list(unsafe(source)) == []
