@@ -338,7 +338,7 @@ class SharedMemoryTransport(Transport):
     def _map(self, memory: Memory) -> Any:
         """The storage that the other end shares. Raises `Refused` for anything else."""
         if memory.of_gpu is not None:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.init()
             return torch.UntypedStorage._new_shared_cuda(*memory.of_gpu)
         _, files, _, _ = socket.recv_fds(self.connection, 1, 1)
         for file in files:

@@ -43,7 +43,7 @@ def local_store(num_ranks: int) -> Any:
 
 def open_store(path: str, num_ranks: int) -> Any:
     """The store at this path."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore
 
     return FileStore(path, num_ranks)
 

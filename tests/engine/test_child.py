@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.processes import child
-from diptych.shared.engine.processes.child_messages import Answer, Ready, Report
-from diptych.shared.engine.processes.child_messages import encode as encode_answer
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
@@ -25,6 +23,8 @@ from diptych.shared.engine.processes.child import (
     stacks_of_all_threads,
     started,
 )
+from diptych.shared.engine.processes.child_messages import Answer, Ready, Report
+from diptych.shared.engine.processes.child_messages import encode as encode_answer
 from diptych.shared.engine.processes.input_log import Call, encode
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.channel import Channel

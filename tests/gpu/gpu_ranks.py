@@ -13,8 +13,8 @@ from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
 from diptych.optimized.layers import RMSNorm
 from diptych.optimized.parallel.collectives import Collectives, NcclCollectives
 from diptych.optimized.parallel.symmetric_memory import one_shot_limit
-from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
+from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.meeting import local_store, open_store
 

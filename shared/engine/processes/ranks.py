@@ -19,7 +19,6 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.settings import default_device, default_panel
-from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,
@@ -30,6 +29,7 @@ from diptych.shared.engine.processes.child import (
     reported_end,
     started,
 )
+from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.input_log import Call, CallClock, Method, apply, encode, request_of
 from diptych.shared.engine.processes.watchdog import Watchdog

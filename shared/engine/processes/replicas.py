@@ -12,7 +12,6 @@ from typing import Any
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
-from diptych.shared.engine.processes.child_messages import Report, StepReport, step_report
 from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
@@ -21,6 +20,7 @@ from diptych.shared.engine.processes.child import (
     reported_end,
     started,
 )
+from diptych.shared.engine.processes.child_messages import Report, StepReport, step_report
 from diptych.shared.engine.processes.devices import config_of_replica
 from diptych.shared.engine.processes.input_log import Call, Method, apply, encode, request_of
 from diptych.shared.engine.processes.ranks import LeadScheduler

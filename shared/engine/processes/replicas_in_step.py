@@ -14,7 +14,6 @@ import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
-from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.child import (
     REPORT_SECONDS,
     Child,
@@ -25,6 +24,7 @@ from diptych.shared.engine.processes.child import (
     reported_end,
     started,
 )
+from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, collectives_of
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import Watchdog
