@@ -266,6 +266,10 @@ class DecodeSide(Scheduler):
         req.finished_reason = reason
         self.outputs.append(req.step_output())
 
+    @property
+    def problem(self) -> str | None:  # type: ignore[override]
+        return "the prefill engine has ended" if self.transport.is_lost else None
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.transfers or self.outputs) or self.scheduler.has_work()
 

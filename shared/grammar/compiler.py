@@ -140,16 +140,16 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, lane: Lane) -> Any:
         if self._info is None:
             self._info = self._tokenizer_info()
-        if lane.worker is None:
+        if lane.worker is None or lane.worker.has_ended:  # killed since the last grammar
             lane.worker = Worker(self._info.serialize_json())
         try:
             answer = lane.worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
         except WorkerEnded as error:
             lane.worker = None
+            with self._lock:
+                if spec in self._cache:
+                    self._cache[spec] = self._cache[spec][0], time.monotonic() + RETRY_SECONDS
             if error.is_late:
-                with self._lock:
-                    if spec in self._cache:
-                        self._cache[spec] = self._cache[spec][0], time.monotonic() + RETRY_SECONDS
                 message = f"compiling it takes longer than {self.compile_seconds:g} s of CPU time"
             else:
                 message = "it is too complex: the compiler did not survive it"
@@ -196,6 +196,10 @@ class Worker:
             self._exchange(info_text, START_SECONDS)
         except WorkerEnded:
             raise ValueError("the process that compiles grammars does not start") from None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def ask(self, message: Any, seconds: float) -> str:
         """The answer to a message. Raises `WorkerEnded`."""

@@ -115,6 +115,8 @@ class Scheduler(ABC):
     overlaps: bool = False
     """Whether `step` launches a batch before it processes the results of the batch before. Then tokens are
     reported one step later."""
+    problem: str | None = None
+    """Why the engine cannot go on: it ends when it has no work."""
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None: ...

@@ -171,9 +171,7 @@ def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: T
     assert compiler.lanes[0].worker is not None
     compiler.lanes[0].worker._process.kill()
     compiler.lanes[0].worker._process.wait()
-    with pytest.raises(ValueError, match="did not survive"):
-        grammar(compiler, regex="b")
-    assert accepts(compiler, "c", regex="c")
+    assert accepts(compiler, "b", regex="b")
     assert compiler.lanes[0].worker is not None
     process = compiler.lanes[0].worker._process
     assert process.poll() is None

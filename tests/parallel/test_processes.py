@@ -274,6 +274,14 @@ def test_a_server_whose_rank_is_killed_ends(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
+def test_a_server_whose_prefill_engine_is_killed_ends() -> None:
+    """So a supervisor starts it again; with it gone, no new prompt would get an answer."""
+    with serving("--disaggregation", "--panel", "reference", "--device", "cpu") as server:
+        os.kill(descendants(server.process.pid)[-1], signal.SIGKILL)
+        assert server.process.wait(30) != 0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
 def test_a_draft_model_on_two_ranks(panel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the other process too

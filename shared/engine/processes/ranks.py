@@ -110,7 +110,6 @@ class LeadScheduler(Scheduler):
         self.followers = followers
         self.clock = clock
         self.tp = tp
-        self.problem: str | None = None  # why the engine cannot go on
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
             partial(_describe_all, followers, tp), has_ended=partial(_have_ended, followers)
         )

@@ -84,7 +84,6 @@ class Controller(Scheduler):
         self.others = others
         self.loads = [Load() for _ in range(1 + len(others))]
         self.replica_of: dict[str, int] = {}  # by rid, of live requests
-        self.problem: str | None = None  # why the engine cannot go on
         self._reqs: dict[str, Req] = {}  # of other replicas, until their first output
         self._last = -1
         self._stats = [self.scheduler.stats()._replace(new_token_ratio=0.0) for _ in self.others]

@@ -281,6 +281,8 @@ class EngineLoop:
             outputs += self._step_outputs()
         if outputs:
             self.channel.send(Outputs(outputs=outputs))
+        elif self.scheduler.problem is not None and not self.scheduler.has_work():
+            raise RuntimeError(self.scheduler.problem)
 
     # --8<-- [end:engine-step]
 
