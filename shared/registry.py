@@ -100,7 +100,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "expert_balancer": {"reference": "diptych.reference.parallel.expert_balancer:ExpertBalancer"},
     "transport": {
         "reference": "diptych.reference.parallel.transport:Transport",
-        "shared_memory": "diptych.reference.parallel.transport:SharedMemoryTransport",
+        "shared_memory": "diptych.reference.parallel.shared_memory_transport:SharedMemoryTransport",
     },
     "expert_dispatch": {
         "reference": "diptych.reference.parallel.expert_dispatch:AllGather",

@@ -17,7 +17,13 @@ import msgspec
 import pytest
 import torch
 
-from diptych.reference.parallel.transport import Frame, Memory, Place, SharedMemoryTransport, Transport
+from diptych.reference.parallel.shared_memory_transport import (
+    Memory,
+    Place,
+    SharedMemoryTransport,
+    SharedPool,
+)
+from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes import launcher
@@ -246,7 +252,7 @@ def test_memory_that_is_wrong_is_not_mapped(
     memory, places, has_file = BAD_MEMORY[case]
     with attacked(SharedMemoryTransport) as (transport, peer, _), (tmp_path / "memory").open("w+b") as file:
         file.truncate(MEMORY_BYTES)
-        peer.send(msgspec.msgpack.encode(Frame("memory", memories=[memory], places=places)), b"")
+        peer.send(*map(msgspec.msgpack.encode, (Frame("memory"), SharedPool([memory], places))))
         socket.send_fds(peer.connection, [b"f"], [file.fileno()] if has_file else [])
         until(lambda: transport.is_lost)
         assert transport._other is None

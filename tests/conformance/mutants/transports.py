@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from diptych.reference.parallel.transport import Frame, SharedMemoryTransport, Transport
+from diptych.reference.parallel.shared_memory_transport import SharedMemoryTransport
+from diptych.reference.parallel.transport import Frame, Transport
 from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 
