@@ -19,7 +19,7 @@ import torch
 from diptych.optimized.parallel.symmetric_memory import connect_one_shot, uses_one_shot
 from diptych.shared.interfaces import collectives as interface
 from diptych.shared.parallel.collective_log import CollectiveLog
-from diptych.shared.parallel.meeting import gloo_group, use_loopback_for_nccl
+from diptych.shared.parallel.meeting import gloo_group, use_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store, Work
@@ -127,7 +127,7 @@ class Collectives(interface.Collectives):
         store = distributed.PrefixStore(f"{self.name}/{device.type}", self._store)
         if device.type == "cpu":
             return gloo_group(store, self.rank, self.size, self._limit)
-        use_loopback_for_nccl()
+        use_loopback()
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = self._limit
         nccl = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)

@@ -1,6 +1,6 @@
 """Channels between processes of the engine and the server: frames of bytes over a socket.
 
-Processes of one computer inherit the two ends of a socket pair, which nobody else can reach. Between
+Processes of one computer inherit the two ends of a socket pair, which no other process reaches. Between
 computers each end first proves that it knows a secret, and then every frame has a code that only the two can
 make. The content is not encrypted.
 

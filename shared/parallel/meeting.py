@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from datetime import timedelta
@@ -60,7 +61,10 @@ def gloo_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def use_loopback_for_nccl() -> None:
-    """Before the first NCCL group of ranks on one computer, whose data go through the memory of the GPUs."""
+def use_loopback() -> None:
+    """Before the first group of ranks on one computer that NCCL or torch connects. Data of GPUs go through
+    their memory."""
     if is_on_one_computer():
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        name = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -5,7 +5,7 @@
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT define the rendezvous. Every process has the same command. Rank
 0 runs it. The others connect to rank 0, get its configuration, and repeat its calls until it ends. Both ends
-prove the secret, which the store of the launcher never has: anyone on its network can write there.
+prove the secret, which the store of the launcher never has: any process on its network can write there.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from diptych.shared import registry
+from diptych.shared.parallel.meeting import use_loopback
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, guarded, memory_of, run_poisoned
 
 LATE_SECONDS = 0.01
@@ -78,6 +79,7 @@ def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pi
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    use_loopback()
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{store}",
