@@ -187,11 +187,12 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: bytes) -> Channel:
-    """Connect to a `Listener`. Raises `OSError` or `EOFError` if it is none, or has another secret."""
+    """Connect to a `Listener`. Raises `Refused` if it has another secret or is none, and `OSError` if there is
+    nothing."""
     channel = Channel(socket.create_connection((host, port), HANDSHAKE_SECONDS))
     try:
         channel.prove(secret, is_caller=True)
-    except BaseException:
+    except (OSError, EOFError):
         channel.close()
-        raise
+        raise Refused(f"what listens at {host}:{port} does not prove the same secret") from None
     return channel
