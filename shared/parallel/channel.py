@@ -187,8 +187,8 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: bytes) -> Channel:
-    """Connect to a `Listener`. Raises `Refused` if it has another secret or is none, and `OSError` if there is
-    nothing."""
+    """Connect to a `Listener`. Raises `Refused` if it has another secret or is none, and `OSError` if nothing
+    listens."""
     channel = Channel(socket.create_connection((host, port), HANDSHAKE_SECONDS))
     try:
         channel.prove(secret, is_caller=True)
