@@ -60,8 +60,12 @@ class GrammarCompiler:
         self.compile_seconds = compile_seconds
         self._cache: OrderedDict[GrammarSpec, tuple[Future[Any], float]] = OrderedDict()
         self._lock = threading.Lock()
-        self.lanes = (Lane(), Lane())  # of short texts, of long ones
         self._info: Any = None  # xgrammar's TokenizerInfo
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """Of short texts, and of long ones."""
+        return Lane(), Lane()
 
     @cached_property
     def reasoning(self) -> ReasoningTokens | None:
@@ -129,7 +133,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the workers. A grammar that is being compiled fails."""
-        for lane in self.lanes:
+        for lane in self.__dict__.get("lanes", ()):  # there are none before the first grammar
             lane.cancel()
             worker, lane.worker = lane.worker, None
             if worker is not None:

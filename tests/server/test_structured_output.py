@@ -146,7 +146,7 @@ def test_what_is_refused(server: RunningServer, body: dict[str, Any], said: str)
 def test_a_slow_grammar_delays_no_other_request(server: RunningServer, client: openai.OpenAI) -> None:
     """Its client leaves while it is compiled: so does the request."""
     body = json.dumps({"model": "tiny-dense", "messages": ASK, "regex": SLOW}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
