@@ -64,7 +64,7 @@ class GrammarCompiler:
 
     @cached_property
     def lanes(self) -> tuple[Lane, Lane]:
-        """Of short texts, and of long ones."""
+        """The lane of short texts, and that of long ones."""
         return Lane(), Lane()
 
     @cached_property
