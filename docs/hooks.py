@@ -41,7 +41,7 @@ _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the source pages of all Python files that pages quote or name."""
-    named = set()
+    named: set[str] = set()
     for file in files.documentation_pages():
         for line in expand(file.content_string).splitlines():
             quote = _QUOTE.match(line)
@@ -77,7 +77,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
                 lines[-1] += f' {{hl_lines="{" ".join(map(str, new))}"}}'
             lines.append(textwrap.indent(_formatted(path, label), indent))
             number = _section(path, label)[0]
-            url = get_relative_url(files.get_file_from_path(_page_of(path)).url, page.url)
+            source = files.get_file_from_path(_page_of(path))
+            assert source is not None, path
+            url = get_relative_url(source.url, page.url)
             link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
         elif in_fence or line.startswith("#"):
             lines.append(line)

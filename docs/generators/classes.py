@@ -141,13 +141,14 @@ def _hints(place: Any) -> list[Any]:
         try:
             return list(get_type_hints(place, localns=unknown).values())
         except NameError as error:
-            unknown[error.name] = Any
+            unknown[str(error.name)] = Any
 
 
 def _variants(cls: type) -> list[type]:
     """Subclasses of a plain type in its own module, such as the finish reasons."""
     is_open = inspect.isabstract(cls) or issubclass(cls, (tuple, Enum))
-    return [] if is_open else [sub for sub in cls.__subclasses__() if sub.__module__ == cls.__module__]
+    subclasses: list[type] = cls.__subclasses__()
+    return [] if is_open else [sub for sub in subclasses if sub.__module__ == cls.__module__]
 
 
 def _classes_in(hint: Any) -> Iterator[type]:

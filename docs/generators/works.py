@@ -48,8 +48,9 @@ def components() -> str:
             rows.append(["", f"`{choice}`", devices(component, choice), needs, *(ran or [NOT_YET])])
         if "optimized" not in available:
             rows.append(["", "`optimized`", "there is none: the panel uses `reference`", "", *empty])
-        for choice, needed in registry.UNAVAILABLE.get(component, {}).items():
-            rows.append(["", f"`{choice}`", f"refused: {needed}", "", *empty])
+        for name, needed in registry.UNAVAILABLE.items():
+            if name.startswith(f"{component}="):
+                rows.append(["", f"`{name.partition('=')[2]}`", f"refused: {needed}", "", *empty])
         rows[first][0] = f"[`{component}`](components/{component}.md)"
     return table(["Component", "Implementation", "Devices", "Packages", *heads], rows)
 
