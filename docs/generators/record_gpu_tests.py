@@ -60,6 +60,8 @@ PASSED, FAILED, NOT_RUN = range(3)
 def cases_of(report: Path) -> Iterator[tuple[Case, int]]:
     """The tests of a report in JUnit XML, and how each ended."""
     for each in ElementTree.parse(report).iter("testcase"):
+        if not each.get("classname"):
+            continue  # a file that could not be imported: its tests count as not run
         parts = each.attrib["classname"].split(".")
         files = ("/".join(parts[:i]) + ".py" for i in range(len(parts), 0, -1))
         file = next((file for file in files if (ROOT / file).is_file()), "/".join(parts) + ".py")
