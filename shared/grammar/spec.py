@@ -55,7 +55,7 @@ def spec_of(params: SamplingParams) -> GrammarSpec | None:
 
 def choice_to_ebnf(choice: Sequence[str]) -> str:
     """One of the texts, literally."""
-    return "root ::= " + " | ".join(json.dumps(text) for text in choice)
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
 
 
 def tool_call_tag(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_parallel: bool) -> str:
@@ -168,41 +168,3 @@ def _check_depth(kind: str, text: str, opening: str, closing: str) -> None:
 def _check_repetitions(where: str, bound: float) -> None:
     if bound > MAX_REPETITIONS:
         raise ValueError(f"{where} repeats up to {bound} times; at most {MAX_REPETITIONS} are allowed")
-
-
-def check_not_recursive(schema: Any, name: str) -> None:
-    """Raise `ValueError` for a schema that refers to itself, through however many definitions."""
-    targets: dict[str, set[str]] = {}
-    try:
-        open_refs = sorted(_refs_in(schema))
-        while open_refs:
-            ref = open_refs.pop()
-            if ref not in targets:
-                targets[ref] = _refs_in(_resolve(schema, ref))
-                open_refs += sorted(targets[ref])
-    except RecursionError:
-        raise ValueError(f"{name}: the schema is nested too deeply") from None
-    for start in targets:
-        seen: set[str] = set()
-        stack = [*targets[start]]
-        while stack:
-            ref = stack.pop()
-            if ref == start:
-                raise ValueError(f"{name}: the schema refers to itself through {start!r}")
-            if ref not in seen:
-                seen.add(ref)
-                stack += targets[ref]
-
-
-def _refs_in(value: Any) -> set[str]:
-    return {v for k, v in _entries(value) if k == "$ref" and isinstance(v, str)}
-
-
-def _resolve(schema: Any, ref: str) -> Any:
-    """What a reference such as "#/$defs/Node" names; None if there is no such place."""
-    found = schema
-    for part in ref.removeprefix("#").strip("/").split("/"):
-        if part:
-            key = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, dict) else None
-    return found

@@ -18,6 +18,9 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
+from diptych.shared.grammar.schema_gate import gate, gate_tag
+from diptych.shared.grammar.schema_regex import whole_match
+
 MAX_FRAME_BYTES = 256 * 2**20
 MAX_MEMORY_BYTES = 8 * 2**30
 """Of the process, without the files that it maps."""
@@ -43,12 +46,17 @@ def write_frame(stream: BinaryIO, text: str) -> None:
 
 
 def compile_spec(compiler: Any, kind: str, text: str) -> Any:
-    """Raises an exception of xgrammar's for a grammar that it refuses."""
+    """Raises `ValueError` for a grammar that cannot be enforced, or an exception of xgrammar's."""
     if kind == "json_object":
         kind, text = "json_schema", JSON_OBJECT
     if kind == "json_schema":
+        text = json.dumps(gate(json.loads(text)))
         # No free whitespace: a model could write blanks until it has reached its greatest length.
         return compiler.compile_json_schema(text, any_whitespace=False)
+    if kind == "structural_tag":
+        text = json.dumps(gate_tag(json.loads(text)))
+    if kind == "regex":
+        text = whole_match(text)
     compile_kind = {
         "regex": compiler.compile_regex,
         "ebnf": compiler.compile_grammar,

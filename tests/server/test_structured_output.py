@@ -130,8 +130,13 @@ def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "needs tools"),
         ({"guided_choice": []}, "guided_choice: "),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: "),
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "#/properties/a/not: "),
+        ({"regex": "a(?=b)"}, "no lookaround"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]},
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
+                "tool_choice": "required",
+            },
             "refers to itself",
         ),
     ],

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from diptych.shared.grammar.spec import check_not_recursive, tool_call_tag
+from diptych.shared.grammar.spec import tool_call_tag
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.api.generation import Generation, Usage
@@ -57,11 +57,6 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
 def _tool_grammar(body: ChatRequest) -> dict[str, Any]:
     """The constraint of tool_choice "required", or of one that names a tool."""
     tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
-    for name, schema in tools.items():
-        try:
-            check_not_recursive(schema, f"tool {name!r}")
-        except ValueError as error:
-            raise bad_request(str(error), "tools") from None
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
         name = choice.function.name
