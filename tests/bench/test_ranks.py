@@ -35,9 +35,7 @@ def test_a_slower_rank_repeats_as_often() -> None:
             if tp.rank == 1 and calls < 5:
                 time.sleep(0.3)
 
-        parts = SimpleNamespace(allocator=SimpleNamespace(device=torch.device("cpu")))
-        assembly: Any = SimpleNamespace(parts=parts, tp=tp)
-        times, _ = time_step(call, assembly, 20)
+        times, _ = time_step(call, torch.device("cpu"), 20, tp)
         return calls, len(times)
 
     first, second = on_ranks(2, run)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from diptych.shared.config import draft_shape
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.bench.round_cost import engine_flags, measure_round, pieces_of
 
@@ -30,7 +31,7 @@ def test_pieces_are_those_of_a_round(drafter: str) -> None:
     llm = engine(**EAGLE, use={"drafter": drafter})
     pool = llm.assembly.parts.req_to_token_pool
     num_rows = pool.available_size()
-    with pieces_of(llm.assembly, 3, 20) as pieces:
+    with pieces_of(llm.assembly.parts, draft_shape(llm.config), 3, 20) as pieces:
         assert list(pieces) == ["draft", "verify", "accept", "extend"]
         tree, (output, sampled), accepted = (pieces[name]() for name in ("draft", "verify", "accept"))
         assert tree.token_ids.shape == (3, 5)

@@ -34,8 +34,8 @@ CASES = (StepCase("decode", 3, 40), StepCase("prefill", 3, 17, 50), StepCase("mi
 def test_a_batch_as_the_scheduler_makes_it(case: StepCase, page_size: int) -> None:
     llm = engine(page_size=page_size)
     pool, allocator = llm.assembly.parts.req_to_token_pool, llm.assembly.parts.allocator
-    rows = place_requests(llm.assembly, case)
-    batch = make_forward_batch(llm.assembly, case, rows)
+    rows = place_requests(llm.assembly.parts, case)
+    batch = make_forward_batch(llm.assembly.parts, case, rows)
     assert allocator.available_size() == 1024
     modes = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.EXTEND, "mixed": ForwardMode.MIXED}
     assert batch.forward_mode is modes[case.mode]
@@ -61,7 +61,7 @@ def test_requests_of_a_step_take_the_adapters_in_turn() -> None:
     assert llm.assembly.lora is not None
     for name in ("law", "code", "one too many"):
         llm.assembly.lora.by_name[name] = LoraAdapter(name, name, {})
-    with step_of(llm.assembly, CASES[0], 0.6, 0) as step:
+    with step_of(llm.assembly.parts, CASES[0], 0.6, 0, llm.assembly.lora) as step:
         step()
         requests = llm.assembly.lora.pool.requests  # type: ignore[attr-defined]
         assert [adapter.name for _, adapter in requests] == ["law", "code", "law"]
@@ -69,10 +69,10 @@ def test_requests_of_a_step_take_the_adapters_in_turn() -> None:
 
 def test_steps_give_finite_logits_and_give_their_rows_back() -> None:
     llm = engine()
-    fill_pool(llm.assembly)
+    fill_pool(llm.assembly.kv_pool)
     assert (llm.assembly.kv_pool.k_buffer(3) != 0).all()
     before = llm.assembly.parts.req_to_token_pool.available_size()
-    with step_of(llm.assembly, StepCase("decode", 2, 30), 0.6, 0) as step:
+    with step_of(llm.assembly.parts, StepCase("decode", 2, 30), 0.6, 0) as step:
         logits, sampled = step()  # type: ignore[misc]
         assert torch.isfinite(logits.next_token_logits).all()
         assert (sampled.next_token_ids >= 0).all()

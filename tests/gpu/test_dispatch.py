@@ -46,8 +46,8 @@ def test_the_optimized_components_did_the_work(model: str, backend: str) -> None
 def test_a_decode_step_consists_of_our_kernels(model: str) -> None:
     """Layers run no eager PyTorch kernels; only code around the model does."""
     llm = optimized(model, "triton")
-    fill_pool(llm.assembly)
-    with step_of(llm.assembly, StepCase("decode", 4, 100), 0.8, 0) as step:
+    fill_pool(llm.assembly.kv_pool)
+    with step_of(llm.assembly.parts, StepCase("decode", 4, 100), 0.8, 0) as step:
         rows = profile_kernels(step, llm.assembly.parts.allocator.device)
     names = {row.name for row in rows if row.name != IDLE}
     assert any("decode" in name for name in names), names

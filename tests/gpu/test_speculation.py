@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.shared.config import draft_shape
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench.round_cost import pieces_of
@@ -50,13 +51,13 @@ def test_float32_answers_are_the_references(use: dict[str, str], flags: dict[str
 def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None:
     """Bit for bit, at sizes with and without padding, one after the other."""
     llm = speculating(**shape, dtype=dtype)
-    fill_pool(llm.assembly)
+    fill_pool(llm.assembly.kv_pool)
     parts = llm.assembly.parts
     drafter: Any = parts.drafter
     for buffer in (drafter.kv_pool.k_buffer(0), drafter.kv_pool.v_buffer(0), *drafter.last_rows):
         buffer.normal_()
     for bs in (8, 3, 1, 5):
-        with pieces_of(llm.assembly, bs, 200) as pieces:
+        with pieces_of(llm.assembly.parts, draft_shape(llm.config), bs, 200) as pieces:
             num_before = drafter.graphs[0].num_replays, parts.model_runner.num_graph_replays
             before = [values.clone() for values in drafter.last_rows]
             drafted: Any = pieces["draft"]()
@@ -93,7 +94,7 @@ def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None
 
 def test_a_round_waits_for_nothing() -> None:
     llm = speculating()
-    with pieces_of(llm.assembly, 3, 200) as pieces:
+    with pieces_of(llm.assembly.parts, draft_shape(llm.config), 3, 200) as pieces:
         for call in pieces.values():
             call()
         torch.cuda.synchronize()

@@ -38,9 +38,9 @@ def refusing_to_wait() -> Iterator[None]:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_is_launched_without_waiting(model: str, graphs: bool, backend: str) -> None:
     llm = optimized(model, backend, disable_cuda_graph=not graphs)
-    fill_pool(llm.assembly)
+    fill_pool(llm.assembly.kv_pool)
     for case in CASES:
-        with step_of(llm.assembly, case, 0.8, 0) as step:
+        with step_of(llm.assembly.parts, case, 0.8, 0) as step:
             step()  # compiles, and allocates what later steps share
             torch.cuda.synchronize()
             torch.cuda._sleep(BUSY_CYCLES)

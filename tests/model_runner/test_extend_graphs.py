@@ -273,13 +273,13 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
     counts = [n for size in sizes[::-1] for n in (size, size - 1, size // 2 + 1)]
     random.Random(0).shuffle(counts)
     for llm in (replayed, launched):
-        fill_pool(llm.assembly)
+        fill_pool(llm.assembly.kv_pool)
     for number, num_tokens in enumerate([sizes[-1], *counts]):
         case = StepCase("prefill", min(num_tokens, 1 + number % 5), 50 * (number % 3), num_tokens)
         steps.tokens.heads.fill_(torch.nan)
         results = []
         for llm in (replayed, launched):
-            with step_of(llm.assembly, case, 0.0, number) as step:
+            with step_of(llm.assembly.parts, case, 0.0, number) as step:
                 results.append(step())  # type: ignore[arg-type]
         (a, ids), (b, expected) = results
         assert torch.equal(a.next_token_logits, b.next_token_logits), case

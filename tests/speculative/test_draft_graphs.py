@@ -13,7 +13,7 @@ from diptych.optimized.speculative.draft_beams import BeamSteps
 from diptych.optimized.speculative.eagle import EagleDrafter
 from diptych.optimized.speculative.standalone import StandaloneDrafter
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import Drafter, DrafterParts
 from diptych.shared.parallel.alone import Alone
@@ -94,11 +94,11 @@ def test_replays_are_what_is_launched() -> None:
     """At every batch size, one after the other, so that padding finds what was there before."""
     assembly = engine(FakeGraphsDrafter)
     drafter: Any = assembly.parts.drafter
-    fill_pool(assembly)
+    fill_pool(assembly.kv_pool)
     for values in drafter.last_rows:
         values.normal_()
     for bs in (4, 1, 3, 2, 5):
-        with pieces_of(assembly, bs, 40) as pieces:
+        with pieces_of(assembly.parts, draft_shape(assembly.config), bs, 40) as pieces:
             num_before = drafter.graphs[0].num_replays
             tree = {name: values.clone() for name, values in vars(pieces["draft"]()).items()}
             drafted = states(drafter)
@@ -176,7 +176,7 @@ def test_all_graphs_of_an_engine_share_a_pool(drafter: Any, monkeypatch: pytest.
 def test_another_shape_is_launched() -> None:
     assembly = engine(FakeGraphsDrafter)
     drafter: Any = assembly.parts.drafter
-    with pieces_of(assembly, 2, 40):
+    with pieces_of(assembly.parts, draft_shape(assembly.config), 2, 40):
         num_before = drafter.graphs[0].num_replays
         assert drafter.graphs[0].draft(_batch(drafter, 2), DraftShape(2, 2, 5)) is None
         assert drafter.graphs[0].draft(_batch(drafter, 5), SHAPE) is None

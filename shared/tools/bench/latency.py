@@ -165,8 +165,8 @@ def measure_step(llm: LLM, streams: Streams, num_repeats: int = 30) -> float:
 def time_bare_step(assembly: Assembly, fields: Sequence[Any], num_repeats: int) -> float:
     """Measure the step of `Streams(*fields)`. All ranks call it."""
     streams = Streams(*fields)
-    fill_pool(assembly, streams.seed)
+    fill_pool(assembly.kv_pool, streams.seed)
     case = StepCase("decode", streams.concurrency, streams.mean_context_len)
-    with step_of(assembly, case, streams.temperature, streams.seed) as step:
-        times, _ = time_step(step, assembly, num_repeats)
+    with step_of(assembly.parts, case, streams.temperature, streams.seed, assembly.lora) as step:
+        times, _ = time_step(step, assembly.parts.allocator.device, num_repeats, assembly.tp)
     return statistics.median(times)

@@ -18,9 +18,16 @@ import torch
 
 from diptych.shared.config import draft_shape
 from diptych.shared.engine.processes.start import on_every_rank
+from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.speculation.node_sampling import expand_to_nodes
 from diptych.shared.tools.bench.step import check_flags, step_of, time_step
-from diptych.shared.tools.bench.step_inputs import StepCase, fill_pool, make_sampling_info, place_requests
+from diptych.shared.tools.bench.step_inputs import (
+    StepCase,
+    check_batch,
+    fill_pool,
+    make_sampling_info,
+    place_requests,
+)
 from diptych.shared.types import (
     DraftBatch,
     DraftShape,
@@ -71,6 +78,7 @@ def check_case(batch_size: int, context_len: int) -> None:
 def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int = 30) -> RoundResult:
     """Measure a round on an idle engine that speculates. The KV pool is overwritten."""
     check_case(batch_size, context_len)
+    check_batch(batch_size, llm.config)
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
     if llm.assembly.parts.drafter is None:
@@ -80,41 +88,41 @@ def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int 
 
 def time_round(assembly: Assembly, batch_size: int, context_len: int, num_repeats: int) -> RoundResult:
     """Measure a round. All ranks call it."""
-    fill_pool(assembly)
-    with step_of(assembly, StepCase("decode", batch_size, context_len + 1), 0.0, 0) as step:
-        decode = statistics.median(time_step(step, assembly, num_repeats)[0])
-    with pieces_of(assembly, batch_size, context_len) as pieces:
-        times = {
-            name: statistics.median(time_step(call, assembly, num_repeats)[0])
-            for name, call in pieces.items()
-        }
+    parts, shape = assembly.parts, draft_shape(assembly.config)
+
+    def times_of(call: Callable[[], object]) -> tuple[list[float], list[float]]:
+        return time_step(call, parts.allocator.device, num_repeats, assembly.tp)
+
+    fill_pool(assembly.kv_pool)
+    with step_of(parts, StepCase("decode", batch_size, context_len + 1), 0.0, 0, assembly.lora) as step:
+        decode = statistics.median(times_of(step)[0])
+    with pieces_of(parts, shape, batch_size, context_len) as pieces:
+        times = {name: statistics.median(times_of(call)[0]) for name, call in pieces.items()}
 
         def whole() -> None:
             for call in pieces.values():
                 call()
 
-        rounds, hosts = time_step(whole, assembly, num_repeats)
-    shape = draft_shape(assembly.config)
+        rounds, hosts = times_of(whole)
     whole_time, host_time = statistics.median(rounds), statistics.median(hosts)
     return RoundResult(batch_size, context_len, shape, decode, times, whole_time, host_time)
 
 
 @contextmanager
 def pieces_of(
-    assembly: Assembly, batch_size: int, context_len: int
+    parts: SchedulerParts, shape: DraftShape, batch_size: int, context_len: int
 ) -> Iterator[dict[str, Callable[[], object]]]:
     """The pieces of a round of greedy requests, in order; each can be called repeatedly."""
-    parts, shape = assembly.parts, draft_shape(assembly.config)
     drafter, draft_tree = parts.drafter, parts.draft_tree
     assert drafter is not None
     assert draft_tree is not None
     num_nodes, num_kept = shape.num_draft_tokens, min(shape.num_steps + 1, shape.num_draft_tokens)
     num_slots = max(drafter.num_slots(shape), num_nodes)
     case = StepCase("decode", batch_size, context_len + num_slots)
-    rows = place_requests(assembly, case)
-    batch = _draft_batch(assembly, rows, context_len, num_slots)
+    rows = place_requests(parts, case)
+    batch = _draft_batch(parts, rows, context_len, num_slots)
     try:
-        before = _draft_batch(assembly, rows, context_len - 1, 1)
+        before = _draft_batch(parts, rows, context_len - 1, 1)
         newest = _tokens(ForwardMode.EXTEND, before, before.root_ids[:, None], before.seq_lens)
         hidden_states = parts.model_runner.forward(newest).hidden_states
         drafter.extend(batch.reqs, newest, hidden_states, batch.root_ids)
@@ -123,7 +131,7 @@ def pieces_of(
         tree_mask = tree.visible.clone() if shape.top_k > 1 else None
         nodes = _tokens(ForwardMode.TARGET_VERIFY, batch, tree.token_ids.clone(), positions)
         verified = replace(nodes, tree_mask=tree_mask)
-        info = expand_to_nodes(make_sampling_info(assembly, case, 0.0), tree)
+        info = expand_to_nodes(make_sampling_info(parts, case, 0.0), tree)
 
         def verify() -> tuple[LogitsOutput, SampleOutput]:
             return parts.model_runner.forward_and_sample(verified, parts.sampler, info, parts.num_token_ids)
@@ -149,9 +157,8 @@ def pieces_of(
         parts.req_to_token_pool.free(rows)
 
 
-def _draft_batch(assembly: Assembly, rows: list[int], context_len: int, num_slots: int) -> DraftBatch:
+def _draft_batch(parts: SchedulerParts, rows: list[int], context_len: int, num_slots: int) -> DraftBatch:
     """A draft batch of requests with `context_len` tokens of KV and `num_slots` slots behind them."""
-    parts = assembly.parts
     bs, pool, device = len(rows), parts.req_to_token_pool, parts.allocator.device
     slots = torch.stack([pool.read(row, context_len, context_len + num_slots) for row in rows])
     params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)

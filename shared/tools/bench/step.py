@@ -14,6 +14,8 @@ from torch import nn
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.processes.start import on_every_rank
+from diptych.shared.engine.requests.lora_adapters import LoraAdapters
+from diptych.shared.interfaces import Collectives, ModelRunner, SchedulerParts
 from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 from diptych.shared.loading.model_path import is_shape
 from diptych.shared.tools.bench.ceilings import call_times, launch_times
@@ -29,6 +31,7 @@ from diptych.shared.tools.bench.step_cost import (
 from diptych.shared.tools.bench.step_inputs import (
     StepCase,
     assign_adapters,
+    check_batch,
     fill_pool,
     make_forward_batch,
     make_sampling_info,
@@ -147,7 +150,9 @@ def measure(
     pool overwritten."""
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
-    on_every_rank(llm.assembly, fill_pool, seed)
+    for case in cases:
+        check_batch(case.num_requests, llm.config)
+    on_every_rank(llm.assembly, fill_pools, seed)
     config, ceilings = of_rank(llm.config, llm.model_config, ceilings)
     results = []
     num_slots = llm.assembly.parts.allocator.available_size()
@@ -170,30 +175,42 @@ def measure(
     return results
 
 
+def fill_pools(assembly: Assembly, seed: int) -> None:
+    """Fill the KV pool of each rank."""
+    fill_pool(assembly.kv_pool, seed)
+
+
 def time_case(
     assembly: Assembly, case: Sequence[Any], num_repeats: int, temperature: float, profile: bool, seed: int
 ) -> CaseTimes:
     """Measure one case, given by the fields of its `StepCase`. All ranks call it."""
-    of_case, device = StepCase(*case), assembly.parts.allocator.device
-    with step_of(assembly, of_case, temperature, seed) as step:
-        hit, is_counted = num_experts_hit(assembly, of_case, step)
-        num_before = num_graph_replays(assembly)
-        times, host_times = time_step(step, assembly, num_repeats)
-        is_replayed = num_graph_replays(assembly) > num_before
+    of_case, parts = StepCase(*case), assembly.parts
+    device, runner = parts.allocator.device, parts.model_runner
+    with step_of(parts, of_case, temperature, seed, assembly.lora) as step:
+        hit, is_counted, config = None, False, assembly.model_config
+        if config.moe is not None:
+            if assembly.config.ep == 1:  # with more ranks, each has some of the experts
+                hit = num_experts_hit(assembly.model, len(config.moe_layers), runner, step)
+            is_counted = hit is not None
+            if hit is None:
+                hit = expected_experts_hit(config, sum(of_case.extend_seq_lens))
+        num_before = num_graph_replays(runner)
+        times, host_times = time_step(step, device, num_repeats, assembly.tp)
+        is_replayed = num_graph_replays(runner) > num_before
         kernels = profile_kernels(step, device) if profile else ()
     return CaseTimes(times, host_times, hit, is_counted, is_replayed, kernels)
 
 
 @contextmanager
 def step_of(
-    assembly: Assembly, case: StepCase, temperature: float, seed: int
+    parts: SchedulerParts, case: StepCase, temperature: float, seed: int, lora: LoraAdapters | None = None
 ) -> Iterator[Callable[[], object]]:
     """A function that runs the case's step, the same in each call. The KV of its slots is overwritten."""
-    parts = assembly.parts
-    rows = place_requests(assembly, case, seed)
-    assign_adapters(assembly, rows)
-    batch = make_forward_batch(assembly, case, rows, seed)
-    info = make_sampling_info(assembly, case, temperature, seed)
+    rows = place_requests(parts, case, seed)
+    if lora is not None:
+        assign_adapters(parts, lora, rows)
+    batch = make_forward_batch(parts, case, rows, seed)
+    info = make_sampling_info(parts, case, temperature, seed)
     try:
         yield lambda: parts.model_runner.forward_and_sample(batch, parts.sampler, info, parts.num_token_ids)
     finally:
@@ -201,15 +218,14 @@ def step_of(
 
 
 def time_step(
-    step: Callable[[], object], assembly: Assembly, num_repeats: int
+    step: Callable[[], object], device: torch.device, num_repeats: int, tp: Collectives
 ) -> tuple[list[float], list[float]]:
     """(seconds of each of successive steps, CPU seconds to launch each)."""
-    device = assembly.parts.allocator.device
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)
     # All ranks repeat as often as rank 0.
-    once = float(assembly.tp.broadcast(torch.tensor([once], dtype=torch.float64)))
+    once = float(tp.broadcast(torch.tensor([once], dtype=torch.float64)))
     if device.type == "cuda":
         call_times(step, device, int(WARM_UP_SECONDS / once) + 1)
     num_repeats = min(num_repeats, max(MIN_REPEATS, int(SECONDS_PER_CASE / once)))
@@ -217,15 +233,10 @@ def time_step(
 
 
 def num_experts_hit(
-    assembly: Assembly, case: StepCase, step: Callable[[], object]
-) -> tuple[float | None, bool]:
-    """(mean number of distinct experts that a layer's tokens use, whether it was counted). It is counted
-    during an eager step; if the experts are not called as modules, it is the expected number."""
-    config = assembly.model_config
-    if config.moe is None:
-        return None, False
-    if assembly.config.ep > 1:  # a rank has some of the experts
-        return expected_experts_hit(config, sum(case.extend_seq_lens)), False
+    model: nn.Module, num_layers: int, runner: ModelRunner, step: Callable[[], object]
+) -> float | None:
+    """The mean number of distinct experts that the tokens use in one of `num_layers` layers with experts,
+    counted during an eager step. None: the experts are not called as modules."""
     counts: list[int] = []
 
     def look(module: nn.Module, args: tuple[torch.Tensor, TopKOutput]) -> None:
@@ -234,10 +245,9 @@ def num_experts_hit(
 
     handles = [
         module.register_forward_pre_hook(look)
-        for module in assembly.model.modules()
+        for module in model.modules()
         if isinstance(module, FusedExperts)
     ]
-    runner = assembly.parts.model_runner
     before = runner.is_watched
     runner.is_watched = True
     try:
@@ -246,14 +256,11 @@ def num_experts_hit(
         runner.is_watched = before
         for handle in handles:
             handle.remove()
-    if len(counts) != len(config.moe_layers):
-        return expected_experts_hit(config, sum(case.extend_seq_lens)), False
-    return statistics.mean(counts), True
+    return statistics.mean(counts) if len(counts) == num_layers else None
 
 
-def num_graph_replays(assembly: Assembly) -> int:
+def num_graph_replays(runner: ModelRunner) -> int:
     """The replays that a model runner has counted; 0 for a runner without a counter."""
-    runner = assembly.parts.model_runner
     return sum(int(getattr(runner, name, 0)) for name in ("num_graph_replays", "num_extend_replays"))
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, cycle
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.requests.lora_adapters import LoraAdapters
+from diptych.shared.interfaces import SchedulerParts, TokenToKVPool
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.pages import num_pages_of, round_up_to_page
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
 from diptych.shared.types.attention import FP8
-
-if TYPE_CHECKING:
-    from diptych.shared.engine.build.assembly import Assembly
 
 Mode = Literal["decode", "prefill", "mixed"]
 
@@ -83,12 +83,11 @@ class StepCase:
         return sum(round_up_to_page(n, page_size) for n in self.seq_lens)
 
 
-def fill_pool(assembly: Assembly, seed: int = 0) -> None:
+def fill_pool(pool: TokenToKVPool, seed: int = 0) -> None:
     """Fill every slot, the dummy page included, with random finite KV, because zeros would multiply
     faster."""
-    pool = assembly.kv_pool
     generator = torch.Generator(pool.device).manual_seed(seed)
-    for layer_id in range(assembly.model_config.num_hidden_layers):
+    for layer_id in range(pool.num_layers):
         for buffer in (pool.k_buffer(layer_id), pool.v_buffer(layer_id)):
             if buffer.dtype == FP8:
                 buffer.copy_(torch.empty_like(buffer, dtype=torch.bfloat16).normal_(generator=generator))
@@ -96,11 +95,16 @@ def fill_pool(assembly: Assembly, seed: int = 0) -> None:
                 buffer.normal_(generator=generator)
 
 
-def place_requests(assembly: Assembly, case: StepCase, seed: int = 0) -> list[int]:
+def check_batch(num_requests: int, config: EngineConfig) -> None:
+    if num_requests > config.max_running_requests:
+        raise ValueError(f"batch {num_requests} exceeds max_running_requests ({config.max_running_requests})")
+
+
+def place_requests(parts: SchedulerParts, case: StepCase, seed: int = 0) -> list[int]:
     """Allocate rows of req_to_token whose pages are scattered over the pool, as after long use. The caller
     frees the rows; the allocator does not change."""
-    parts = assembly.parts
-    needed, free = case.num_pool_tokens(assembly.config.page_size), parts.allocator.available_size()
+    page_size = parts.allocator.page_size
+    needed, free = case.num_pool_tokens(page_size), parts.allocator.available_size()
     if needed > free:
         raise ValueError(
             f"{case.num_requests} requests of up to {max(case.seq_lens)} tokens need {needed} slots; the KV "
@@ -111,38 +115,31 @@ def place_requests(assembly: Assembly, case: StepCase, seed: int = 0) -> list[in
             f"a request of {max(case.seq_lens)} tokens exceeds context_len "
             f"({parts.req_to_token_pool.max_len})"
         )
-    if case.num_requests > assembly.config.max_running_requests:
-        raise ValueError(
-            f"batch {case.num_requests} exceeds max_running_requests ({assembly.config.max_running_requests})"
-        )
     rows = parts.req_to_token_pool.alloc(case.num_requests)
     assert rows is not None, "a row for each that may run"
-    pages = parts.allocator.free_slots().view(-1, assembly.config.page_size)
+    pages = parts.allocator.free_slots().view(-1, page_size)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
     start = 0
     for row, seq_len in zip(rows, case.seq_lens):
-        end = start + num_pages_of(seq_len, assembly.config.page_size)
+        end = start + num_pages_of(seq_len, page_size)
         chosen = order[start:end].to(pages.device)
         parts.req_to_token_pool.write(row, 0, pages[chosen].flatten()[:seq_len])
         start = end
     return rows
 
 
-def assign_adapters(assembly: Assembly, rows: list[int]) -> None:
+def assign_adapters(parts: SchedulerParts, lora: LoraAdapters, rows: list[int]) -> None:
     """The requests of these rows take the engine's LoRA adapters in turn, as many as a batch may have."""
-    if assembly.lora is None:
-        return
-    adapters = list(assembly.lora.by_name.values())[: assembly.lora.pool.num_slots]
+    adapters = list(lora.by_name.values())[: lora.pool.num_slots]
     reqs = [Req(f"step-{i}", [0], SamplingParams(), i, req_pool_idx=row) for i, row in enumerate(rows)]
     for req, adapter in zip(reqs, cycle(adapters)):
         req.lora = adapter
-    for feature in assembly.parts.features:
+    for feature in parts.features:
         feature.have_joined(reqs, [])
 
 
-def make_forward_batch(assembly: Assembly, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:
+def make_forward_batch(parts: SchedulerParts, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:
     """The step of these requests, with random token ids."""
-    parts = assembly.parts
     device = parts.allocator.device
     seq_lens, extend_seq_lens = case.seq_lens, case.extend_seq_lens
 
@@ -167,9 +164,8 @@ def make_forward_batch(assembly: Assembly, case: StepCase, rows: list[int], seed
 
 
 def make_sampling_info(
-    assembly: Assembly, case: StepCase, temperature: float, seed: int = 0
+    parts: SchedulerParts, case: StepCase, temperature: float, seed: int = 0
 ) -> SamplingBatchInfo:
     params = SamplingParams(temperature=temperature, max_new_tokens=1, ignore_eos=True)
     reqs = [Req(f"step-{i}", [0], params, seed + i) for i in range(case.num_requests)]
-    parts = assembly.parts
     return make_sampling_batch_info(reqs, parts.num_token_ids, parts.allocator.device)
