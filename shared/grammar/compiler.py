@@ -37,7 +37,11 @@ START_SECONDS = 120.0
 MAX_CACHED = 256
 """Compiled grammars and errors that are kept, the latest used ones."""
 RETRY_SECONDS = 60.0
-"""How long a time-out is remembered: the computer may have been busy."""
+"""How long it is remembered that a grammar took too long, or that no worker survived it."""
+NUM_TRIES = 2
+"""A worker may be ended by others, or by lack of memory: the next one gets the same grammar."""
+CRASHES = frozenset([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
+"""How a grammar ends its worker."""
 MISSING = "structured output needs xgrammar: pip install 'diptych[grammar]'"
 ROOT = Path(__file__).parents[3]
 
@@ -61,6 +65,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[GrammarSpec, tuple[Future[Any], float]] = OrderedDict()
         self._lock = threading.Lock()
         self._info: Any = None  # xgrammar's TokenizerInfo
+        self._is_closed = False
 
     @cached_property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -74,8 +79,9 @@ class GrammarCompiler:
 
     def submit(self, params: SamplingParams, client: str = "") -> Future[Any] | None:
         """The compiled grammar of a request, for `grammar_for`; None: it needs none. Returns at once. Raises
-        `ValueError` for one that exceeds the limits; the future raises it for one that cannot be compiled.
-        client: with whose other grammars it waits."""
+        `ValueError` for one that exceeds the limits; the future raises it for one that cannot be compiled,
+        and `CompilerFailed`, which is not kept, where the grammar is not to blame. client: with whose other
+        grammars it waits."""
         spec = spec_of(params)
         if spec is None:
             return None
@@ -87,7 +93,7 @@ class GrammarCompiler:
             raise ValueError(MISSING)
         with self._lock:
             entry = self._cache.get(spec)
-            if entry is None or entry[1] < time.monotonic():
+            if entry is None or entry[1] < time.monotonic() or _has_failed(entry[0]):
                 lane = self.lanes[len(spec.text) > LONG_BYTES]
                 entry = lane.submit(client, self._compile, spec, lane), float("inf")
                 self._cache[spec] = entry
@@ -133,6 +139,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the workers. A grammar that is being compiled fails."""
+        self._is_closed = True
         for lane in self.__dict__.get("lanes", ()):  # there are none before the first grammar
             lane.cancel()
             worker, lane.worker = lane.worker, None
@@ -144,23 +151,36 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, lane: Lane) -> Any:
         if self._info is None:
             self._info = self._tokenizer_info()
-        if lane.worker is None or lane.worker.has_ended:  # killed since the last grammar
-            lane.worker = Worker(self._info.serialize_json())
-        try:
-            answer = lane.worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
-        except WorkerEnded as error:
-            lane.worker = None
-            with self._lock:
-                if spec in self._cache:
-                    self._cache[spec] = self._cache[spec][0], time.monotonic() + RETRY_SECONDS
-            if error.is_late:
-                message = f"compiling it takes longer than {self.compile_seconds:g} s of CPU time"
-            else:
-                message = "it is too complex: the compiler did not survive it"
-            raise ValueError(f"{spec.kind}: {message}") from None
+        answer = self._ask(spec, lane)
         if not answer.startswith("="):
             raise ValueError(f"{spec.kind} cannot be compiled: {answer[1:]}")
         return self.from_text(answer[1:])
+
+    def _ask(self, spec: GrammarSpec, lane: Lane) -> str:
+        """The answer of the lane's worker. Raises `ValueError` for a grammar that takes too long or that two
+        workers do not survive, and `CompilerFailed` for any other end of a worker."""
+        end = WorkerEnded()
+        for _ in range(NUM_TRIES):
+            if self._is_closed:
+                break
+            if lane.worker is None or lane.worker.has_ended:  # killed since the last grammar
+                lane.worker = Worker(self._info.serialize_json())
+            try:
+                return lane.worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
+            except WorkerEnded as error:
+                lane.worker, end = None, error
+            if end.is_late or end.signal == signal.SIGPROF:
+                break
+        if end.signal == signal.SIGPROF:
+            problem = f"compiling it takes longer than {self.compile_seconds:g} s of CPU time"
+        elif end.signal in CRASHES:
+            problem = "it is too complex: the compiler did not survive it"
+        else:
+            raise CompilerFailed(f"{spec.kind}: the compiler of grammars has ended or is too slow; try again")
+        with self._lock:
+            if spec in self._cache:
+                self._cache[spec] = self._cache[spec][0], time.monotonic() + RETRY_SECONDS
+        raise ValueError(f"{spec.kind}: {problem}")
 
     def _tokenizer_info(self) -> Any:
         """The bytes of every token. Special tokens have none, so no grammar allows them."""
@@ -175,12 +195,25 @@ class GrammarCompiler:
         )
 
 
-class WorkerEnded(Exception):
-    """The worker was killed after its time (`is_late`), or ended by itself."""
+class CompilerFailed(RuntimeError):
+    """The compiler has failed, for a reason that is not the grammar's."""
 
-    def __init__(self, is_late: bool) -> None:
+
+class WorkerEnded(Exception):
+    """The worker has ended: by a signal, or killed because it had not answered in time (`is_late`)."""
+
+    def __init__(self, signal: int | None = None, is_late: bool = False) -> None:
         super().__init__()
+        self.signal = signal
         self.is_late = is_late
+
+
+def _has_failed(compiled: Future[Any]) -> bool:
+    """Whether another attempt may succeed."""
+    if not compiled.done() or compiled.cancelled():
+        return compiled.cancelled()
+    error = compiled.exception()
+    return error is not None and not isinstance(error, ValueError)
 
 
 class Worker:
@@ -199,7 +232,7 @@ class Worker:
         try:
             self._exchange(info_text, START_SECONDS)
         except WorkerEnded:
-            raise ValueError("the process that compiles grammars does not start") from None
+            raise CompilerFailed("the process that compiles grammars does not start") from None
 
     @property
     def has_ended(self) -> bool:
@@ -230,7 +263,7 @@ class Worker:
             timer.cancel()
         if answer is None:
             self.kill()
-            raise WorkerEnded(late.is_set() or self._process.returncode == -signal.SIGPROF)
+            raise WorkerEnded(-self._process.returncode, late.is_set())
         return answer
 
     def kill(self) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from diptych.shared.grammar.compiler import GrammarCompiler
-from diptych.shared.types import Req
+from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req
 
 
 class Waiting(NamedTuple):
@@ -46,15 +46,18 @@ class GrammarQueue:
             self._compiler.withdraw(dropped.compiled)
         return True
 
-    def take_ready(self) -> list[tuple[Req, str | None]]:
-        """Requests that wait no longer, with their grammar set, or with what is wrong with it."""
+    def take_ready(self) -> list[tuple[Req, FinishReason | None]]:
+        """Requests that wait no longer, with their grammar set, or with the end that they have: status 400
+        for a grammar that is wrong, 503 for a compiler that has failed."""
         ready = [waiting for waiting in self._waiting.values() if waiting.compiled.done()]
         return [(waiting.req, self._finish(waiting)) for waiting in ready]
 
-    def _finish(self, waiting: Waiting) -> str | None:
+    def _finish(self, waiting: Waiting) -> FinishReason | None:
         del self._waiting[waiting.req.rid]
         try:
             waiting.req.grammar = self._compiler.grammar_for(waiting.req, waiting.compiled.result())
+        except ValueError as error:
+            return FinishAbort(str(error), 400)
         except Exception as error:  # of the compiler's: the request ends, the engine goes on
-            return str(error) or type(error).__name__
+            return FinishError(str(error) or type(error).__name__, 503)
         return None

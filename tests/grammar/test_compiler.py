@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 
 from diptych.shared.grammar import compiler as module
-from diptych.shared.grammar.compiler import GrammarCompiler
+from diptych.shared.grammar.compiler import CompilerFailed, GrammarCompiler, Worker, WorkerEnded
 from diptych.shared.grammar.matcher import allows
 from diptych.shared.grammar.queue import GrammarQueue
 from diptych.shared.interfaces.grammar import Grammar
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.text.tokenizer import Tokenizer
-from diptych.shared.types import Req, SamplingParams
+from diptych.shared.types import FinishError, FinishReason, Req, SamplingParams
 
 PERSON = {
     "type": "object",
@@ -179,6 +180,67 @@ def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: T
     assert process.poll() is not None
 
 
+@pytest.mark.parametrize(
+    ("signals", "error"),
+    [
+        ([signal.SIGKILL], None),
+        ([signal.SIGSEGV], None),
+        ([signal.SIGKILL, signal.SIGKILL], CompilerFailed),
+        ([signal.SIGSEGV, signal.SIGKILL], CompilerFailed),
+        ([signal.SIGKILL, signal.SIGSEGV], ValueError),
+        ([signal.SIGPROF], ValueError),
+    ],
+)
+def test_a_worker_that_ends_while_it_compiles(
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    signals: list[signal.Signals],
+    error: type[Exception] | None,
+) -> None:
+    """Another worker tries it again. What is not the grammar's fault is its own error, and is not kept."""
+    ask, ends = Worker.ask, iter(signals)
+
+    def ask_and_end(self: Worker, message: Any, seconds: float) -> str:
+        end = next(ends, None)
+        if end is not None:
+            self._process.send_signal(end)
+            self._process.wait()
+        return ask(self, message, seconds)
+
+    compiler = make(tokenizer)
+    monkeypatch.setattr(Worker, "ask", ask_and_end)
+    params = SamplingParams(regex="a")
+    compiled = compiler.submit(params)
+    assert compiled is not None
+    assert type(compiled.exception(60)) is (error or type(None))
+    assert (compiler.submit(params) is compiled) == (error is not CompilerFailed)
+    if error is not ValueError:
+        assert accepts(compiler, "a", regex="a")
+    assert next(ends, None) is None
+    compiler.close()
+
+
+def test_failures_of_the_compiler_are_no_fault_of_the_client(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a worker that cannot start. A worker that is late is the computer's: its limit is in real time."""
+
+    def fail(*args: Any) -> str:
+        raise WorkerEnded(signal.SIGKILL, is_late=True)
+
+    monkeypatch.setattr(Worker, "_exchange", fail)
+    compiler = make(tokenizer)
+    queue = GrammarQueue(compiler)
+    queue.add(Req("a", [1], SamplingParams(regex="a"), 0))
+    (waiting,) = queue._waiting.values()
+    waiting.compiled.exception(60)
+    ((_, reason),) = queue.take_ready()
+    assert isinstance(reason, FinishError)
+    assert reason.status == 503
+    assert "does not start" in reason.message
+    compiler.close()
+
+
 def test_the_worker_ends_with_a_compiler_that_is_dropped(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     grammar(compiler, regex="a")
@@ -237,7 +299,7 @@ def test_the_queue(compiler: GrammarCompiler) -> None:
     assert queue.add(Req("good", [1], SamplingParams(regex="a"), 0))
     assert queue.add(Req("bad", [1], SamplingParams(regex="(d"), 0))
     assert list(queue) == ["good", "bad"]
-    found: dict[str, str | None] = {}
+    found: dict[str, FinishReason | None] = {}
     end = time.monotonic() + 60
     while len(found) < 2 and time.monotonic() < end:
         for req, problem in queue.take_ready():

@@ -159,12 +159,13 @@ class EngineLoop:
     def _admit_compiled(self) -> None:
         """Requests whose grammar is there now, or cannot be."""
         for req, problem in self.grammar_queue.take_ready():
-            try:
-                if problem is not None:
-                    raise ValueError(problem)
-                self._add_request(req)
-            except ValueError as error:
-                self._refused.append(_refusal(req.rid, FinishAbort(str(error), 400)))
+            if problem is None:
+                try:
+                    self._add_request(req)
+                except ValueError as error:
+                    problem = FinishAbort(str(error), 400)
+            if problem is not None:
+                self._refused.append(_refusal(req.rid, problem))
 
     def _abort(self, rid: str) -> bool:
         """False when the request has ended or never was. The scheduler reports the end in its next step, for
