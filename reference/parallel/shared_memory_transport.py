@@ -27,7 +27,7 @@ class Memory(msgspec.Struct):
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where the k or v of a layer is: in which memory, from which byte on, how many pages."""
+    """Where a buffer of a layer is: in which memory, from which byte on, how many pages."""
 
     memory: int
     offset: int
@@ -36,7 +36,7 @@ class Place(msgspec.Struct, array_like=True):
 
 class SharedPool(msgspec.Struct):
     memories: list[Memory]
-    places: list[Place]  # k and v of each layer
+    places: list[Place]  # k and v of each layer, or the one buffer of both
 
 
 class SharedMemoryTransport(Transport):
@@ -44,7 +44,7 @@ class SharedMemoryTransport(Transport):
     map, of the CPU or of a GPU. Other frames use the connection, a socket pair: files pass through it."""
 
     _is_shared = False
-    _other: list[tuple[torch.Tensor, ...]] | None = None  # pages of the k and v of each layer
+    _other: list[list[torch.Tensor]] | None = None  # pages of the buffers of each layer
 
     def open_receiver(self, room: str, pages: Sequence[int]) -> None:
         if not self._is_shared:
@@ -56,7 +56,7 @@ class SharedMemoryTransport(Transport):
         """Send what the other end needs to map this pool."""
         shared, files, numbers = SharedPool([], []), list[int](), dict[int, int]()
         for layer in range(self.kv_pool.num_layers):
-            for pages in map(self._pages_of, self._buffers(layer)):
+            for pages in self._pages(layer):
                 storage: Any = pages.untyped_storage()
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(numbers)
@@ -76,12 +76,12 @@ class SharedMemoryTransport(Transport):
         if frame.kind == "memory":
             shared = msgspec.msgpack.decode(payload, type=SharedPool)
             storages = [self._map(memory) for memory in shared.memories]
-            mapped = [
-                _pages_in(storages, place, self._layout[i % 2]) for i, place in enumerate(shared.places)
-            ]
-            if len(mapped) != 2 * self.kv_pool.num_layers:
-                raise Refused(f"{len(mapped)} buffers for {self.kv_pool.num_layers} layers")
-            self._other = list(zip(mapped[::2], mapped[1::2]))
+            likes = self._layout * self.kv_pool.num_layers
+            if len(shared.places) != len(likes):
+                raise Refused(f"{len(shared.places)} buffers for {self.kv_pool.num_layers} layers")
+            mapped = [_pages_in(storages, place, like) for place, like in zip(shared.places, likes)]
+            num = len(self._layout)
+            self._other = [mapped[i : i + num] for i in range(0, len(mapped), num)]
         super()._apply(frame, payload)
 
     def _map(self, memory: Memory) -> Any:
@@ -108,7 +108,7 @@ class SharedMemoryTransport(Transport):
         while self._other is None and not self._is_aborted(room):
             time.sleep(WAIT_SECONDS)  # the frame is on its way
         if self._other is not None and not self._is_aborted(room):
-            pages = [self._pages_of(buffer)[source] for buffer in self._buffers(layer)]
+            pages = [pages[source] for pages in self._pages(layer)]
             self._put_pages(self._other[layer], target, pages)
 
     # --8<-- [end:copy-into-shared-memory]

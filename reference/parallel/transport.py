@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from diptych.shared.interfaces import transport as interface
+from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.interfaces.transport import TransferStatus
 from diptych.shared.parallel.channel import Channel, Refused
 
@@ -93,7 +94,7 @@ class Transport(interface.Transport):
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
         """Copy one layer, in the writer thread."""
         if not self._is_aborted(room):
-            pages = [_bytes_of(self._pages_of(buffer)[source]) for buffer in self._buffers(layer)]
+            pages = [_bytes_of(pages[source]) for pages in self._pages(layer)]
             self._put_frame(Frame("pages", room, layer, target), b"".join(pages))
 
     # --8<-- [end:send-pages]
@@ -165,9 +166,9 @@ class Transport(interface.Transport):
 
     def _greet(self) -> None:
         pool = self.kv_pool
-        self._layout = [self._pages_of(buffer) for buffer in self._buffers(0)]  # that of every layer
-        shape = (pool.num_layers, *self._layout[0].shape[1:])
-        own = Frame("hello", layout=f"{shape} {pool.dtype}")
+        self._layout = self._pages(0)  # that of every layer
+        shapes = [tuple(pages.shape[1:]) for pages in self._layout]
+        own = Frame("hello", layout=f"{pool.num_layers} layers, {shapes} {pool.dtype}")
         self._put_frame(own)
         other, _ = self._take_frame()
         if other.layout != own.layout:
@@ -238,13 +239,14 @@ class Transport(interface.Transport):
         return len(frame.pages) * sum(pages[0].numel() for pages in self._layout)
 
     def _store(self, frame: Frame, payload: bytearray) -> None:
-        halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
-        self._put_pages([self._pages_of(x) for x in self._buffers(frame.layer)], frame.pages, halves)
+        sizes = [len(frame.pages) * pages[0].numel() for pages in self._layout]
+        contents = torch.frombuffer(payload, dtype=torch.uint8).split(sizes)
+        self._put_pages(self._pages(frame.layer), frame.pages, contents)
 
     def _put_pages(
         self, targets: Sequence[torch.Tensor], page_ids: list[int], contents: Sequence[torch.Tensor]
     ) -> None:
-        """Write the contents of pages to both targets of a layer, [num_pages, ...]. Returns when they are
+        """Write the contents of pages to the targets of a layer, [num_pages, ...] each. Returns when they are
         written. Raises `Refused` for pages beyond them."""
         if not all(0 <= page < len(targets[0]) for page in page_ids):
             raise Refused("pages beyond the pool")
@@ -253,12 +255,10 @@ class Transport(interface.Transport):
         if targets[0].is_cuda:
             torch.cuda.synchronize(targets[0].device)
 
-    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
-
-    def _pages_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[num_slots, ...] -> [num_pages, page_size, ...], the bytes of the same memory."""
-        return buffer.view(torch.uint8).unflatten(0, (-1, self.kv_pool.page_size))
+    def _pages(self, layer: int) -> list[torch.Tensor]:
+        """The bytes of a layer, in the same memory, [num_pages, page_size, ...]: of K and of V, or of the one
+        buffer that holds both."""
+        return [rows.unflatten(0, (-1, self.kv_pool.page_size)) for rows in byte_rows(self.kv_pool, layer)]
 
     def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
         self.channel.send(msgspec.msgpack.encode(frame), payload)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
 
-from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
@@ -78,15 +77,6 @@ def test_fp8_rows(checkpoints: dict[str, tuple[Path, list[list[int]]]], form: st
     found = logprobs(kv_cache_dtype="fp8_e4m3", use={"mla_attention": form})
     assert found == pytest.approx(expanded, abs=1e-3)
     assert logprobs() != pytest.approx(expanded, abs=1e-2)
-
-
-def test_rows_are_not_transferred(checkpoints: dict[str, tuple[Path, list[list[int]]]]) -> None:
-    """Refused at the start: the transfer would fail in the prefill process, and requests would wait."""
-    config = EngineConfig(
-        model=str(checkpoints["deepseek-v3"][0]), panel="reference", device="cpu", disaggregation=True
-    )
-    with pytest.raises(ValueError, match=r"^disaggregation transfers K and V of one shape"):
-        assemble(config)
 
 
 @pytest.mark.full

@@ -111,7 +111,8 @@ def pair_of(config: EngineConfig) -> Iterator[Pair]:
 
 
 def config_of(folders: dict[str, str], transport: str, **flags: Any) -> EngineConfig:
-    return make_config(folders["llama"], use={"transport": transport}, **{"page_size": 4} | flags)
+    model = folders[flags.pop("model", "llama")]
+    return make_config(model, use={"transport": transport}, **{"page_size": 4} | flags)
 
 
 def output_ids(reqs: list[Req]) -> list[list[int]]:
@@ -130,8 +131,9 @@ def expected_of(config: EngineConfig) -> list[Req]:
         {"page_size": 4, "chunked_prefill_size": 8},
         {"page_size": 4, "max_total_tokens": 64},
         {"page_size": 4, "enable_mixed_chunk": True},
+        {"model": "deepseek-v2-lite"},
     ],
-    ids=["page 1", "chunks", "small pool", "mixed chunks"],
+    ids=["page 1", "chunks", "small pool", "mixed chunks", "latent rows"],
 )
 def test_two_engines_answer_as_one(folders: dict[str, str], transport: str, flags: dict[str, Any]) -> None:
     config = config_of(folders, transport, **flags)

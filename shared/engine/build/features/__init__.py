@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # loaded by engines that have them
 
 FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
-    ("changed_parts:Disaggregation", lambda plan: plan.config.disaggregation),
     ("together:Ranks", lambda plan: plan.config.tp > 1 or plan.config.pp > 1),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),

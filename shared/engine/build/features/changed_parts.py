@@ -19,15 +19,3 @@ class Deterministic(Feature):
         if component in self.plan.given:
             return impl
         return registry.load_deterministic(str(self.plan.config.panel), component) or impl
-
-
-class Disaggregation(Feature):
-    """Prefill and decode in two engines; `processes/disaggregated.py` starts them."""
-
-    def check(self) -> None:
-        model_config = self.plan.model_config
-        if model_config.mla is not None:
-            raise ValueError(
-                "disaggregation transfers K and V of one shape, and "
-                f"{model_config.architecture} caches latent rows; it runs in one engine"
-            )
