@@ -15,8 +15,8 @@ from docs.generators.tables import cell, code, table
 @cache
 def _schema() -> dict[str, Any]:
     """The application without an engine: routes read the engine only when they are called."""
-    from diptych.shared.server.http.app import create_app
-    from diptych.shared.server.http.state import ServerSettings
+    from diptych.shared.server.api.state import ServerSettings
+    from diptych.shared.server.app import create_app
 
     state: Any = SimpleNamespace(settings=ServerSettings(), ready=SimpleNamespace(vision=None))
     return create_app(state).openapi()

@@ -15,12 +15,12 @@ import uvicorn
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.server.api.encode_prompts import Prompts
+from diptych.shared.server.api.state import ServerSettings, ServerState
+from diptych.shared.server.app import create_app
 from diptych.shared.server.engine.engine_client import EngineClient, EngineDead
 from diptych.shared.server.engine.engine_process import EXIT_ENGINE_DIED
-from diptych.shared.server.http.app import create_app
 from diptych.shared.server.http.connections import listen, server_config
 from diptych.shared.server.http.request_log import log_sparsely, log_to_stderr
-from diptych.shared.server.http.state import ServerSettings, ServerState
 from diptych.shared.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")

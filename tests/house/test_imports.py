@@ -97,15 +97,16 @@ def test_modules_import_one_another_without_a_cycle() -> None:
     assert cycles(project_graph()) == []
 
 
-def test_folders_import_one_another_without_a_cycle() -> None:
-    """The folders of shared/, such as diptych.shared.types and diptych.shared.config."""
+@pytest.mark.parametrize("parent", ["diptych.shared", "diptych.shared.server"])
+def test_folders_import_one_another_without_a_cycle(parent: str) -> None:
+    """Such as diptych.shared.types and diptych.shared.config. Modules beside the folders count as folders."""
+    depth = parent.count(".") + 2
     folders: dict[str, set[str]] = {}
     for module, imported in project_graph().items():
-        if not module.startswith("diptych.shared."):
-            continue
-        folder = ".".join(module.split(".")[:3])
-        targets = {".".join(name.split(".")[:3]) for name in imported}
-        folders[folder] = folders.get(folder, set()) | (targets - {folder})
+        if module.startswith(f"{parent}."):
+            folder = ".".join(module.split(".")[:depth])
+            targets = {".".join(name.split(".")[:depth]) for name in imported}
+            folders[folder] = folders.get(folder, set()) | (targets - {folder})
     assert cycles({folder: targets & set(folders) for folder, targets in folders.items()}) == []
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
 
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 

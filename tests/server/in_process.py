@@ -13,10 +13,10 @@ import httpx
 from diptych.shared.config import EngineConfig
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
+from diptych.shared.server.api.state import ServerSettings, ServerState
+from diptych.shared.server.app import create_app
 from diptych.shared.server.engine.engine_client import Delta, Live
 from diptych.shared.server.engine.messages import Finish, Generate, Load, Ready, encode
-from diptych.shared.server.http.app import create_app
-from diptych.shared.server.http.state import ServerSettings, ServerState
 
 
 class FakeClient:

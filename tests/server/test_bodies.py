@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from diptych.shared.server.api.errors import ApiError
 from diptych.shared.server.http import bodies
+from diptych.shared.server.http.errors import ApiError
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_MARKS
 from tests.properties import given, settings, st
 from tests.server.in_process import FakeClient, Lag, client_of, make_app

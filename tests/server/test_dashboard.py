@@ -6,10 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import diptych.shared.server.http
-from diptych.shared.server.http.metrics import Metrics
+import diptych.shared.server
+from diptych.shared.server.metrics import Metrics
 
-DASHBOARD = Path(diptych.shared.server.http.__file__).parent / "assets" / "grafana.json"
+DASHBOARD = Path(diptych.shared.server.__file__).parent / "assets" / "grafana.json"
 
 
 def test_the_dashboard_draws_the_metrics_that_exist() -> None:

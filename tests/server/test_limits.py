@@ -20,10 +20,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
-from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.admin import add_admin_routes
+from diptych.shared.server.api.state import ServerSettings
 from diptych.shared.server.http.access import Caller
-from diptych.shared.server.http.admin import add_admin_routes
-from diptych.shared.server.http.state import ServerSettings
+from diptych.shared.server.http.errors import ApiError
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, assert_whole, post
 

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from diptych.shared.server.http.status import PAGE, TREE_SECONDS
+from diptych.shared.server.status import PAGE, TREE_SECONDS
 from tests.server.running import RunningServer
 from tests.server.test_faults import SUM, post
 

@@ -13,9 +13,9 @@ import uvicorn
 from diptych.shared.config import EngineConfig
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
+from diptych.shared.server.api.state import ServerSettings, ServerState
+from diptych.shared.server.app import create_app
 from diptych.shared.server.engine.engine_client import EngineClient
-from diptych.shared.server.http.app import create_app
-from diptych.shared.server.http.state import ServerSettings, ServerState
 from tests.server_check.faulty_proxy import FaultyProxy
 
 START_TIMEOUT = 120.0

@@ -9,11 +9,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from diptych.shared.server.api import sse
-from diptych.shared.server.api.errors import ApiError
 from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import EventStream, until_disconnect
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.http.errors import ApiError
 
 _T = TypeVar("_T")
 Chunk = dict[str, Any]

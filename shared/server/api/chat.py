@@ -13,14 +13,14 @@ from typing import Any
 
 from diptych.shared.grammar.spec import tool_call_tag
 from diptych.shared.server.api.encode_prompts import Prompts
-from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import TokenTexts, chat_entries
 from diptych.shared.server.api.parsers import THINK_END, THINK_START, ReasoningParser, ToolParser
 from diptych.shared.server.api.protocol import ChatRequest, StreamOptions, ToolChoice
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.engine.engine_client import Delta
 from diptych.shared.server.engine.messages import Finish
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.http.errors import ApiError, bad_request
 
 Chunk = dict[str, Any]
 

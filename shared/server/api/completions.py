@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from diptych.shared.server.api.chat import usage_body, usage_of_chunk
-from diptych.shared.server.api.errors import bad_request
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import CompletionLogprobs, TokenTexts
 from diptych.shared.server.api.protocol import CompletionRequest
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.engine.engine_client import Delta
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.http.errors import bad_request
 
 DEFAULT_MAX_TOKENS = 16
 Chunk = dict[str, Any]

@@ -16,9 +16,9 @@ from diptych.shared.engine.requests.images import (
     pixels_of,
 )
 from diptych.shared.interfaces.detokenizer import TokenText
-from diptych.shared.server.api.errors import ApiError, bad_request, first_word
 from diptych.shared.server.api.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from diptych.shared.server.engine.messages import Ready
+from diptych.shared.server.http.errors import ApiError, bad_request, first_word
 from diptych.shared.text.detokenizer import IncrementalDetokenizer
 from diptych.shared.text.token_bytes import TokenBytes
 from diptych.shared.text.tokenizer import Tokenizer

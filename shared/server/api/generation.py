@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.shared.sampling.sampling_batch import derive_seed
-from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.engine.engine_client import Delta, EngineClient, EngineDead, Live
 from diptych.shared.server.engine.messages import Finish, Generate
 from diptych.shared.server.http.access import Caller
+from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import SamplingParams

@@ -13,11 +13,11 @@ from fastapi.responses import Response
 
 from diptych.shared.engine.requests.input_embeds import PLACEHOLDER
 from diptych.shared.server.api.answers import respond
-from diptych.shared.server.api.errors import ApiError, bad_request, first_word, renamed
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import finite
 from diptych.shared.server.api.native_protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.api.state import ServerState
+from diptych.shared.server.http.errors import ApiError, bad_request, first_word, renamed
 from diptych.shared.types import SamplingParams, TokenLogprob
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from diptych.shared.server.api.body import Body
-from diptych.shared.server.api.errors import bad_request, first_word
+from diptych.shared.server.http.errors import bad_request, first_word
 from diptych.shared.server.http.limits import MAX_ID_CHARS, MAX_KEY_CHARS, MAX_NAMES, MAX_PRIORITY
 from diptych.shared.types import SamplingParams
 

@@ -19,7 +19,6 @@ from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
-from diptych.shared.server.api.errors import bad_request, renamed
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     MAX_TOP_LOGPROBS,
@@ -32,7 +31,8 @@ from diptych.shared.server.api.protocol import (
     ToolCall,
 )
 from diptych.shared.server.api.response_items import Event, OutputItems
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.api.state import ServerState
+from diptych.shared.server.http.errors import bad_request, renamed
 
 FIELDS_OF_CHAT = {
     "messages": "input",

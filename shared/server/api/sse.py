@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 

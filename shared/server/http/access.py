@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.errors import ApiError
 
 PUBLIC_PATHS = ("/", "/health", "/ready")
 """Answered without an API key, for probes and routers. The page at / holds no data: it asks for /status with

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.shared.server.api.errors import ApiError, bad_request, invalid_body
 from diptych.shared.server.http.access import send_error
+from diptych.shared.server.http.errors import ApiError, bad_request, invalid_body
 from diptych.shared.server.http.limits import (
     BODY_SECONDS,
     INLINE_BYTES,

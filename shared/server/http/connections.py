@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.errors import ApiError
 from diptych.shared.server.http.limits import HEADER_SECONDS, MAX_CONNECTIONS, raise_file_limit
 
 _T = TypeVar("_T")

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.shared.server.api.errors import ApiError
 from diptych.shared.server.http.access import send_error
+from diptych.shared.server.http.errors import ApiError
 
 LOGGER = logging.getLogger("diptych.server")
 

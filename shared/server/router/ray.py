@@ -25,9 +25,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.server.api.state import ServerSettings
 from diptych.shared.server.engine.engine_process import die_with_the_other_end
 from diptych.shared.server.http.access import Keys, read_keys
-from diptych.shared.server.http.state import ServerSettings
 from diptych.shared.server.router.router import Router
 
 SERVER_FLAGS = {"served_model_name", "api_key_file", "allow_anonymous"}

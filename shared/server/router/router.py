@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from diptych.shared.server.api.errors import ApiError
 from diptych.shared.server.http.access import FORWARDING_HEADERS, Guard, Keys, require_admin
 from diptych.shared.server.http.bodies import BodyLimit
 from diptych.shared.server.http.connections import until_disconnect
+from diptych.shared.server.http.errors import ApiError
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 
 HOP_HEADERS = {

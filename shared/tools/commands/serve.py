@@ -22,7 +22,7 @@ from diptych.shared.tools.commands.server_options import (
 )
 
 if TYPE_CHECKING:
-    from diptych.shared.server.http.state import ServerState
+    from diptych.shared.server.api.state import ServerState
 
 SERVER = "Server"
 
@@ -85,7 +85,7 @@ def serve(
     from diptych.shared.config import EngineConfig
     from diptych.shared.engine.build.settings import default_device
     from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
-    from diptych.shared.server.http.state import ServerSettings
+    from diptych.shared.server.api.state import ServerSettings
 
     keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)
     check_exposure(host, keys, allow_anonymous)

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse, Response
 
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import require_overview
-from diptych.shared.server.http.state import ServerState
 
 PAGE = Path(__file__).parent / "assets" / "status.html"
 

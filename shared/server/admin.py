@@ -10,16 +10,16 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.api.native_protocol import (
     AbortRequest,
     LoadLoraRequest,
     PauseRequest,
     UnloadLoraRequest,
 )
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import caller_of, require_admin
 from diptych.shared.server.http.connections import until_disconnect
-from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.http.errors import ApiError, bad_request
 
 MAX_FLUSH_SECONDS = 600.0
 

@@ -10,21 +10,21 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from diptych.shared.server.admin import add_admin_routes
 from diptych.shared.server.api import chat, completions
 from diptych.shared.server.api.answers import check_model, respond
 from diptych.shared.server.api.anthropic import add_anthropic_routes
 from diptych.shared.server.api.embeddings import add_embedding_routes
-from diptych.shared.server.api.errors import ApiError, invalid_body
 from diptych.shared.server.api.native import add_native_routes
 from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
+from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.engine.engine_client import EngineDead
 from diptych.shared.server.http.access import Guard
-from diptych.shared.server.http.admin import add_admin_routes
 from diptych.shared.server.http.bodies import BodyLimit, BodyRoute
+from diptych.shared.server.http.errors import ApiError, invalid_body
 from diptych.shared.server.http.request_log import RequestLog
-from diptych.shared.server.http.state import ServerState
-from diptych.shared.server.http.status import add_status_routes
+from diptych.shared.server.status import add_status_routes
 
 
 def create_app(state: ServerState) -> FastAPI:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.shared.server.api.encode_prompts import Prompts
-from diptych.shared.server.api.errors import ApiError, bad_request
 from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.protocol import SamplingFields
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.access import Keys
+from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.types import SamplingParams
