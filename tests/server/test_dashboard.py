@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import diptych.shared.server
-from diptych.shared.server.metrics import Metrics
+from diptych.shared.server.http.metrics import Metrics
 
 DASHBOARD = Path(diptych.shared.server.__file__).parent / "assets" / "grafana.json"
 
