@@ -74,12 +74,13 @@ def test_nothing_waits_in_a_steady_round(params: SamplingParams, page_size: int)
     collectors = [llm.submit(prompt, params)[0] for prompt in prompts(llm)]
     while not all(collector.num_output_tokens for collector in collectors):
         llm.step()
-    streams = scheduler_of(llm).pipeline.streams = Checked(torch.device("cuda"))
+    pipeline = scheduler_of(llm).pipeline
+    streams = pipeline.streams = Checked(pipeline.streams)
     for _ in range(4):
         with no_waiting():  # forming, launching, processing results
             llm.step()
     assert streams.num_launches == 4
-    assert isinstance(scheduler_of(llm).pipeline.batches[-1], RoundInFlight)
+    assert isinstance(pipeline.batches[-1], RoundInFlight)
     while llm.step():
         pass
     assert all(collector.is_finished for collector in collectors)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.optimized.overlap.streams import CudaStreams, Pending, Work
+from diptych.optimized.overlap.streams import CudaStreams, Pending, Streams, Work
 from diptych.optimized.scheduler import Scheduler
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expect_answers, prompts
@@ -96,9 +96,16 @@ def test_models_run_on_a_stream_of_their_own() -> None:
 
 
 class Checked(CudaStreams):
-    """Any synchronization with the GPU during a launch raises."""
+    """Another scheduler's streams, where any synchronization with the GPU during a launch raises.
 
-    num_launches = 0
+    They are the same streams: on new ones a batch would not wait for the launches in flight.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        assert isinstance(streams, CudaStreams)
+        super().__init__(streams.device)
+        self.forward_stream, self.copy_stream = streams.forward_stream, streams.copy_stream
+        self.num_launches = 0
 
     def launch(self, work: Work) -> Pending:
         self.num_launches += 1
@@ -125,7 +132,8 @@ def test_nothing_waits_in_a_steady_decode_step(params: SamplingParams, page_size
     collectors = [llm.submit(prompt, params)[0] for prompt in prompts(llm)]
     while not all(collector.num_output_tokens for collector in collectors):
         llm.step()
-    streams = scheduler_of(llm).pipeline.streams = Checked(torch.device("cuda"))
+    pipeline = scheduler_of(llm).pipeline
+    streams = pipeline.streams = Checked(pipeline.streams)
     for _ in range(8):
         with no_waiting():  # forming, launching, processing results
             llm.step()
