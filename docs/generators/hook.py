@@ -48,6 +48,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "sampling-options": commands.sampling_options,
     "endpoints": http.endpoints,
     "body": http.body,
+    "fields": http.fields,
 }
 """Name in a marker -> function of the words behind it and of the notes, if it has any."""
 

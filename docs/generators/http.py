@@ -8,6 +8,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from diptych.shared.server.api.body import Body
+from diptych.shared.server.api.field_table import IGNORED, REFUSED, rules
 from docs.generators.classes import named
 from docs.generators.tables import cell, code, table
 
@@ -33,6 +35,36 @@ def endpoints(notes: dict[str, str] | None = None) -> str:
     if notes:
         raise ValueError(f"no route {', '.join(notes)}")
     return table(["Route", "Purpose"], rows)
+
+
+def treatment(place: str, name: str) -> str:
+    """What a body does with a field: "accepted", "ignored" or "refused"."""
+    models = [each for each in _subclasses(Body) if each.place == place]
+    if not models:
+        raise ValueError(f"no body has the place {place!r}")
+    if any(name == (field.alias or key) for each in models for key, field in each.model_fields.items()):
+        return "accepted"
+    rule = rules(place).get(name)
+    return "ignored" if rule is not None and rule.is_ignored else "refused"
+
+
+def _subclasses(base: type[Body]) -> list[type[Body]]:
+    direct = base.__subclasses__()
+    return direct + [each for one in direct for each in _subclasses(one)]
+
+
+def fields() -> str:
+    """The table of fields that are ignored, or refused with a reason."""
+    rows = [
+        [code(name), code(place), word, cell(reason)]
+        for word, listed in (("ignored", IGNORED), ("refused", REFUSED))
+        for places, names in listed.items()
+        for place in places.split()
+        for name, reason in names.items()
+    ]
+    return table(
+        ["Field", "In", "Treatment", "Reason"], sorted(rows, key=lambda row: (row[1], row[2], row[0]))
+    )
 
 
 def bodies() -> set[str]:

@@ -77,13 +77,11 @@ def test_logprobs_cover_the_text(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "file_search"}]}, "tools"),
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
         ({"input": []}, "input"),
-        ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 10**6}, "context"),
     ],
 )

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
+from diptych.shared.server.api.field_table import without_ignored
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     ChatRequest,
@@ -33,8 +34,6 @@ from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.errors import bad_request, renamed
 
 Event = dict[str, Any]
-CacheControl = dict[str, Any] | None
-"""Accepted and not needed: every prompt is in the prefix cache."""
 
 FIELDS_OF_CHAT = {
     "stop": "stop_sequences",
@@ -48,51 +47,55 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 with every request, so no prompt would begin like an earlier one and the prefix cache would find nothing."""
 
 
-class TextBlock(Body):
+class ContentBlock(Body):
+    place = "messages.messages[].content[]"
+
+
+class TextBlock(ContentBlock):
     type: Literal["text"]
     text: str
-    cache_control: CacheControl = None
-    citations: None = None
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(ContentBlock):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl = None
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] = ""
     is_error: bool = False
-    cache_control: CacheControl = None
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
+def _kept_blocks(blocks: Any) -> Any:
+    return without_ignored(blocks, "messages.messages[].content[]")
+
+
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], BeforeValidator(_kept_blocks)]
 
 
 class ToolParam(Body):
+    place = "messages.tools[]"
+
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool = False  # arguments are always streamed as they are written
-    cache_control: CacheControl = None
 
 
 class ToolChoiceParam(Body):
@@ -102,9 +105,9 @@ class ToolChoiceParam(Body):
 
 
 class Thinking(Body):
+    place = "messages.thinking"
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None  # a hint, which chat templates do not take
-    display: str | None = None
 
 
 class OutputFormat(Body):
@@ -129,6 +132,8 @@ class ContextManagement(Body):
 class CountTokensRequest(Body):
     """/v1/messages/count_tokens."""
 
+    place = "messages"
+
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[TextBlock] = ""
@@ -137,7 +142,6 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement | None = None
-    cache_control: CacheControl = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -149,8 +153,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
 
 
 def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:

@@ -1,18 +1,20 @@
 """What every body of a request has in common.
 
-An unknown field with a value is refused by name; `null` and `false` are accepted anywhere, because public
-clients send their defaults. Validation ends at the first wrong value of a list.
+A field that no body has is ignored or refused by the table of fields, or else refused by name. `null` and
+`false` are accepted anywhere, because public clients send their defaults. Validation ends at the first wrong
+value of a list.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from diptych.shared.server.api.field_table import log_ignored, rules
 from diptych.shared.server.http.limits import MAX_NAMES, MAX_OBJECTS
 
 INVALID = "texts must be valid Unicode, and numbers finite"
@@ -32,9 +34,10 @@ def _bound(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """Base of all bodies."""
+    """Base of all bodies. `place`: where the table of fields has rules for it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,10 +51,20 @@ class Body(BaseModel):
             for name, value in data.items()
             if value is not None and (name in names or value is not False)
         }
-        for name in found:
-            if name not in names:  # the first one: pydantic would report each
-                raise _error_at(name, "extra_forbidden")
+        for name in [name for name in found if name not in names]:
+            cls._ignore(name)
+            del found[name]
         return found
+
+    @classmethod
+    def _ignore(cls, name: str) -> None:
+        """Raise for a field that is not ignored. The first one: pydantic would report each."""
+        rule = rules(cls.place).get(name)
+        if rule is None:
+            raise _error_at(name, "extra_forbidden")
+        if not rule.is_ignored:
+            raise _error_at(name, PydanticCustomError("refused_field", "{reason}", {"reason": rule.reason}))
+        log_ignored(cls.place, name, rule.reason)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

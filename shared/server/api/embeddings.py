@@ -23,11 +23,12 @@ from diptych.shared.server.http.errors import bad_request
 class PoolingRequest(Body):
     """/classify, and fields of both."""
 
+    place = "embeddings"
+
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
     cache_salt: Key | None = None
     priority: Priority = 0
-    user: str | None = None  # not used
 
 
 class EmbeddingRequest(PoolingRequest):

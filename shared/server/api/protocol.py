@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.http.errors import bad_request, first_word
@@ -24,6 +24,8 @@ Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
 
 
 class StreamOptions(Body):
+    place = "chat.stream_options"
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -131,10 +133,6 @@ class SamplingFields(GrammarFields):
     routing_key: Key | None = None
     cache_salt: Key | None = None
     return_tokens_as_token_ids: bool = False
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     def sampling_params(self, max_new_tokens: int, num_logprobs: int | None, **more: Any) -> SamplingParams:
         """Return the parameters for the engine. `num_logprobs`: alternatives beside each token; None: no
@@ -191,6 +189,8 @@ def texts_of(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 class Function(Body):
+    place = "chat.tools[].function"
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -198,6 +198,8 @@ class Function(Body):
 
 
 class Tool(Body):
+    place = "chat.tools[]"
+
     type: Literal["function"] = "function"
     function: Function
 
@@ -211,19 +213,39 @@ class ToolChoice(Body):
     function: FunctionName
 
 
+class AllowedFunction(Body):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Field(min_length=1)]
+
+
+class AllowedToolChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class FunctionCall(Body):
+    place = "chat.messages[].tool_calls[].function"
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
+    place = "chat.messages[].tool_calls[]"
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
 class TextPart(Body):
+    place = "chat.messages[].content[]"
+
     type: Literal["text"]
     text: str
 
@@ -234,11 +256,15 @@ class ImageUrl(Body):
 
 
 class ImagePart(Body):
+    place = "chat.messages[].content[]"
+
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 class Message(Body):
+    place = "chat.messages[]"
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
@@ -246,26 +272,45 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: str | None = None
 
 
 class ChatRequest(SamplingFields):
     """/v1/chat/completions."""
+
+    place = "chat"
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _only_allowed_tools(self) -> ChatRequest:
+        """The model is offered the allowed tools alone."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            names = {tool.function.name for tool in choice.allowed_tools.tools}
+            missing = names - {tool.function.name for tool in self.tools or ()}
+            if missing:
+                raise bad_request(
+                    f"tool_choice allows {min(missing)!r}, which is not in tools", "tool_choice"
+                )
+            self.tools = [tool for tool in self.tools or () if tool.function.name in names]
+            self.tool_choice = choice.allowed_tools.mode
+        return self
 
 
 class CompletionRequest(SamplingFields):
     """/v1/completions."""
+
+    place = "completions"
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
+from diptych.shared.server.api.field_table import without_ignored
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     MAX_TOP_LOGPROBS,
@@ -42,49 +43,41 @@ FIELDS_OF_CHAT = {
 }
 """Field of a chat request -> field from which it comes"""
 
-Status = Literal["in_progress", "completed", "incomplete"]
-
 
 class TextContent(Body):
+    place = "responses.input[].content[]"
+
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[dict[str, Any]] = Field(default_factory=list)
-    logprobs: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class MessageItem(Body):
+class InputItem(Body):
+    place = "responses.input[]"
+
+
+class MessageItem(InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[TextContent]
-    id: str | None = None
-    status: Status | None = None
-    phase: str | None = None
 
 
-class ReasoningItem(Body):
+class ReasoningItem(InputItem):
     type: Literal["reasoning"]
     content: list[TextContent] = Field(default_factory=list)
     summary: list[TextContent] = Field(default_factory=list)
-    encrypted_content: str | None = None
-    id: str | None = None
-    status: Status | None = None
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(InputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Status | None = None
 
 
-class FunctionOutputItem(Body):
+class FunctionOutputItem(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[TextContent]
-    id: str | None = None
-    status: Status | None = None
 
 
 def _type_of(item: Any) -> Any:
@@ -101,6 +94,8 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
+    place = "responses.tools[]"
+
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -113,6 +108,12 @@ class NamedFunction(Body):
     name: str
 
 
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "output"
@@ -123,40 +124,59 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat = TextFormat()  # type: ignore[call-arg]  # pydantic: `schema` is an alias
-    verbosity: Literal["medium"] = "medium"
+    verbosity: Literal["low", "medium", "high"] = "medium"  # no chat template takes it
 
 
 class ReasoningOptions(Body):
+    place = "responses.reasoning"
+
     effort: str | None = None
-    summary: Literal["auto"] | None = None  # the reasoning is given whole, so there is none
+    summary: Literal["auto", "concise", "detailed"] | None = None  # it is given whole, so there is none
 
 
 class StreamOptions(Body):
-    include_obfuscation: Literal[False] = False
+    place = "responses.stream_options"
+
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""Only log-probabilities are ever there to include: the others are of tools that the server does not run."""
+
+
+def _without(place: str) -> BeforeValidator:
+    """Drops entries that the table of fields ignores."""
+    return BeforeValidator(lambda entries: without_ignored(entries, f"responses.{place}"))
 
 
 class ResponsesRequest(Body):
     """/v1/responses."""
 
+    place = "responses"
+
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1), _without("input[]")]
     instructions: str | None = None
-    store: Literal[False] = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default_factory=list
-    )
-    tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    include: list[Includable] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], _without("tools[]")] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"  # a prompt that is too long is refused either way
     prompt_cache_key: Key | None = None
     metadata: dict[str, Key] = Field(default_factory=dict, max_length=16)  # OpenAI's limits; it is echoed
     user: Key | None = None
@@ -200,15 +220,20 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         choice = body.tool_choice
         fields["tools"] = [Tool(function=function) for function in functions]
         fields["parallel_tool_calls"] = body.parallel_tool_calls
-        fields["tool_choice"] = (
-            choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
-        )
+        fields["tool_choice"] = choice if isinstance(choice, str) else _choice_of_chat(choice)
     form = body.text.format
     if form.type != "text":
         fields["response_format"] = {"type": form.type}
     if form.type == "json_schema":
         fields["response_format"]["json_schema"] = form.model_dump(by_alias=True, exclude={"type"})
     return ChatRequest(**fields)
+
+
+def _choice_of_chat(choice: NamedFunction | AllowedFunctions) -> dict[str, Any]:
+    if isinstance(choice, NamedFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _messages_of(body: ResponsesRequest) -> list[Message]:
@@ -290,6 +315,7 @@ def _empty_response(body: ResponsesRequest) -> dict[str, Any]:
         **echoed,
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
+        "store": False,
         "created_at": int(time.time()),
         "status": "in_progress",
         "output": [],

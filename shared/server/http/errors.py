@@ -80,26 +80,31 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
 def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """400 that names the wrong field: of the forms that a field may have, the one that was matched deepest,
     and of those one that has the right type."""
-    place, error = max(
-        ((_place_of(each, body), each) for each in errors),
-        key=lambda found: (len(found[0]), not found[1]["type"].endswith("_type")),
+    place, value, error = max(
+        ((*_place_of(each, body), each) for each in errors),
+        key=lambda found: (len(found[0]), not found[2]["type"].endswith("_type")),
     )
     field = ".".join(place)[:MAX_FIELD_CHARS]
     if error["type"] == "extra_forbidden":
         message = f"unknown field {field!r}"
+    elif error["type"] == "refused_field":
+        message = f"{field!r} is not supported: {error['msg']}"
     elif error["type"] == "json_invalid":
         field, message = "", "the body is not valid JSON"
     else:
-        message = f"{field}: {_message_of(error)}" if field else _message_of(error)
+        said = _message_of(error)
+        if error["type"] == "literal_error" and isinstance(value, str):
+            said += f", got {value[:MAX_FIELD_CHARS]!r}"
+        message = f"{field}: {said}" if field else said
     return bad_request(message, field or None)
 
 
-def _place_of(error: Mapping[str, Any], body: Any) -> list[str]:
-    """Keys and indices of the body. Pydantic's place also has the forms that were tried: names of types, and
-    values of `type`."""
+def _place_of(error: Mapping[str, Any], body: Any) -> tuple[list[str], Any]:
+    """Keys and indices of the body, and the value there. Pydantic's place also has the forms that were tried:
+    names of types, and values of `type`."""
     root, *loc = error["loc"]
     if root != "body":
-        return [*map(str, loc)]
+        return [*map(str, loc)], None
     place: list[str] = []
     for part, following in zip(loc, [*loc[1:], None]):
         if _has(body, part):
@@ -109,7 +114,7 @@ def _place_of(error: Mapping[str, Any], body: Any) -> list[str]:
         elif following is not None or error["type"] != "missing":
             continue
         place.append(str(part))
-    return place
+    return place, body
 
 
 def _has(value: Any, part: str | int) -> bool:
