@@ -222,7 +222,7 @@ class DecodeSide(Scheduler):
         prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
         num_missing = num_tokens - len(prefix)
         if num_missing > 0 and self.transport.is_lost:
-            self._end(req, FinishError("the prefill engine has ended"))
+            self._end(req, FinishError("the prefill engine has ended", 503))
             return True
         self.reserved[room] = needed
         if num_missing == 0:
@@ -256,7 +256,7 @@ class DecodeSide(Scheduler):
             return
         del self.reserved[room]
         if transfer.is_wanted:
-            self._end(req, FinishError(transfer.reason))
+            self._end(req, FinishError(transfer.reason, 503))
 
     def _schedule(self, req: Req, room: str) -> None:
         self.scheduled[req.rid] = room

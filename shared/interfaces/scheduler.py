@@ -117,6 +117,8 @@ class Scheduler(ABC):
     reported one step later."""
     problem: str | None = None
     """Why the engine cannot go on: it ends when it has no work."""
+    num_replicas: int = 1
+    """Engines that share the requests and have not ended."""
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None: ...

@@ -311,7 +311,7 @@ def test_processes(transport: str) -> None:
     child = llm.scheduler.child
     os.kill(child.process.pid, signal.SIGKILL)
     output = llm.generate("What is 4 + 5?", **sampling)
-    assert output.finish_reason == FinishError("the prefill engine has ended")
+    assert output.finish_reason == FinishError("the prefill engine has ended", 503)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inb
 from diptych.shared.engine.processes.devices import config_of_replica
 from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, controlled, serve_calls
 from diptych.shared.parallel import channel
-from diptych.shared.types import FinishAbort, Req, SamplingParams, StepOutput
+from diptych.shared.types import FinishAbort, FinishError, FinishLength, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
 POLICIES = ("round-robin", "least-requests", "least-tokens")
@@ -173,23 +172,63 @@ def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
     assert num_cached("e", "f") == [0, 0]
 
 
-def test_processes_and_a_replica_that_is_killed() -> None:
-    """LLM(dp=2): the text of one replica; the end of a replica is the end of all requests."""
+def test_processes_and_a_replica_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    """LLM(dp=2): the text of one replica. The requests of a replica that ends get an error; later ones go to
+    the other."""
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
     prompts = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
     expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
-    llm = LLM("tiny-dense", dp=2, **flags)
+    llm = LLM("tiny-dense", dp=2, dp_policy="round-robin", **flags)
     assert [output.text for output in llm.generate(prompts, **sampling)] == expected
     controller: Any = llm.scheduler
     (other,) = controller.others
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    collectors = [llm.submit([1, 2, 3], params)[0] for _ in range(3)]
+    llm.step()
     os.kill(other.process.pid, signal.SIGKILL)
-    start = time.monotonic()
-    while not llm.scheduler.has_work():  # it notices without a request
-        time.sleep(0.01)
-    with pytest.raises(EngineProcessEnded, match="replica 1 has ended with signal SIGKILL"):
-        llm.generate(prompts, **sampling)
-    assert time.monotonic() - start < 10
+    while llm.step():
+        pass
+    lost = FinishError("replica 1 has ended with signal SIGKILL", 503)
+    assert [each.finish_reason == lost for each in collectors] in ([True, False, True], [False, True, False])
+    assert controller.num_replicas == 1
+    assert controller.stats().num_running == 0
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+    assert llm.flush_cache()
+    assert "replica 1 has ended with signal SIGKILL; 1 replicas are left" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["step", "add_request", "abort"])
+def test_the_first_replica_may_end_too(folders: dict[str, str], call: str) -> None:
+    """One of its ranks has ended. Once the other replica ends as well, so does the engine."""
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    first, second, third = (Req(rid, [1, 2, 3], params, 0) for rid in "abc")
+    controller.add_request(first)
+    controller.add_request(second)
+
+    def fail(*args: Any) -> Any:
+        raise EngineProcessEnded("rank 1 has ended")
+
+    setattr(controller.scheduler, call, fail)
+    controller.abort("a") if call == "abort" else None
+    controller.add_request(third)
+    ends: dict[str, Any] = {}
+    while controller.has_work():
+        for output in controller.step():
+            if output.finished_reason is not None:
+                ends[output.rid] = output.finished_reason
+    assert ends["a"] == FinishError("rank 1 has ended", 503)
+    assert ends["b"] == FinishLength(3)
+    assert ends["c"] == (FinishLength(3) if call != "step" else ends["a"])
+    assert controller.flush_cache()
+    controller.others[0].end()
+    assert controller.has_work()
+    for _ in range(2):
+        with pytest.raises(EngineProcessEnded, match="replica 1"):
+            controller.step()
+    with pytest.raises(EngineProcessEnded, match="replica 1"):
+        controller.add_request(Req("d", [1], params, 0))
 
 
 def test_a_burst_is_spread(folders: dict[str, str]) -> None:

@@ -5,8 +5,9 @@ The first replica works in this process, the others in processes of their own. E
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.scheduling.admission import admit
-from diptych.shared.types import Req, SpeculationStats, StepOutput
+from diptych.shared.types import FinishError, Req, SpeculationStats, StepOutput
 
 Start = Callable[[EngineConfig], Assembly]
 
@@ -44,14 +45,16 @@ class Load:
     ends it, so a burst of requests counts before the replica reports it."""
 
     num_tokens: dict[str, int] = field(default_factory=dict)  # of each live request, prompt and output
+    num_outputs: dict[str, int] = field(default_factory=dict)  # of these, output; from its first output on
 
 
 # --8<-- [start:choose-replica]
-def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
-    """The replica for the next request; `last` is that of the previous one. Ties are
-    broken round robin, otherwise the first replica would get every request that arrives
-    while all are idle."""
+def choose_replica(policy: str, loads: Sequence[Load], last: int, lost: Collection[int] = ()) -> int:
+    """The replica for the next request; `last` is that of the previous one, and those of
+    `lost` have ended. Ties are broken round robin, otherwise the first replica would get
+    every request that arrives while all are idle."""
     in_turn = [(last + 1 + i) % len(loads) for i in range(len(loads))]
+    in_turn = [i for i in in_turn if i not in lost]
     if policy == "round-robin":
         return in_turn[0]
     if policy == "least-requests":
@@ -64,7 +67,7 @@ def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
 
 class Controller(Scheduler):
     """The scheduler of all replicas. Its step runs a step of the first replica and returns also the outputs
-    received from the others. If one replica ends, all end."""
+    received from the others. If a replica ends, its requests end with an error, and the others go on."""
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class Controller(Scheduler):
         self.loads = [Load() for _ in range(1 + len(others))]
         self.replica_of: dict[str, int] = {}  # by rid, of live requests
         self._reqs: dict[str, Req] = {}  # of other replicas, until their first output
+        self.lost: set[int] = set()  # replicas that have ended
+        self._ends: list[StepOutput] = []  # of requests of the first replica, for the next step
         self._last = -1
         self._stats = [self.scheduler.stats()._replace(new_token_ratio=0.0) for _ in self.others]
 
@@ -95,8 +100,12 @@ class Controller(Scheduler):
             raise ValueError(f"request id {req.rid!r} is in use")
         assert self.config.context_len is not None
         admit(req, self.vocab_size, self.config.context_len, self.pool_size)
-        chosen = choose_replica(self.config.dp_policy, self.loads, self._last)
-        self.call(chosen, "add_request", req.rid, req)
+        if self.problem is not None:
+            raise EngineProcessEnded(self.problem)
+        while True:
+            chosen = choose_replica(self.config.dp_policy, self.loads, self._last, self.lost)
+            if self.call(chosen, "add_request", req.rid, req):
+                break
         self._last = chosen
         self.replica_of[req.rid] = chosen
         self.loads[chosen].num_tokens[req.rid] = len(req.origin_input_ids)
@@ -110,16 +119,21 @@ class Controller(Scheduler):
         return self._call_home("retract", rid)
 
     def step(self) -> list[StepOutput]:
-        """Raises `EngineProcessEnded`, now and in every later call, if a replica has ended."""
+        """Raises `EngineProcessEnded`, now and in every later call, if all replicas have ended."""
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
-        is_busy = self.scheduler.has_work()
-        outputs = self.first(self.scheduler.step) if is_busy else []
-        ready = readable(self.others, 0 if is_busy else POLL_SECONDS)
+        outputs, self._ends = self._ends, []
+        is_busy = 0 not in self.lost and self.scheduler.has_work()
+        if is_busy:
+            try:
+                outputs += self.scheduler.step()
+            except EngineProcessEnded as error:
+                outputs += self.lose(0, str(error))
+        ready = readable(self.working, 0 if is_busy else POLL_SECONDS)
         while ready:  # of several steps, if they are shorter than the first replica's
             for other in ready:
                 outputs += self.receive(other)
-            ready = readable(self.others, 0)
+            ready = readable(self.working, 0)
         return self.counted(outputs)
 
     def counted(self, outputs: list[StepOutput]) -> list[StepOutput]:
@@ -127,22 +141,23 @@ class Controller(Scheduler):
         for output in outputs:
             load = self.loads[self.replica_of[output.rid]]
             load.num_tokens[output.rid] += len(output.new_token_ids)
+            load.num_outputs[output.rid] = output.num_output_tokens
             if output.finished_reason is not None:
-                del load.num_tokens[output.rid], self.replica_of[output.rid]
+                del load.num_tokens[output.rid], load.num_outputs[output.rid], self.replica_of[output.rid]
                 self._reqs.pop(output.rid, None)
         return outputs
 
     def has_work(self) -> bool:
-        """True also if a replica has ended, so that `step` is called and raises."""
-        if self.replica_of or self.problem is not None or self.scheduler.has_work():
+        """True also if a replica has ended, so that `step` is called."""
+        if self.replica_of or self.problem is not None or (0 not in self.lost and self.scheduler.has_work()):
             return True
-        return bool(readable(self.others, 0))
+        return bool(readable(self.working, 0))
 
     def flush_cache(self) -> bool:
-        if self.replica_of or not self.scheduler.flush_cache():
+        if self.replica_of or (0 not in self.lost and not self.scheduler.flush_cache()):
             return False
         for replica in range(1, len(self.loads)):
-            self.call(replica, "flush_cache")
+            self.call(replica, "flush_cache")  # one that has ended does not mind
         return True
 
     def state(self) -> SchedulerState:
@@ -152,6 +167,10 @@ class Controller(Scheduler):
     def stats(self) -> SchedulerStats:
         """Statistics summed over replicas; new_token_ratio is that of the first."""
         each = [self.scheduler.stats(), *self._stats]
+        for replica in self.lost:
+            each[replica] = each[replica]._replace(
+                num_running=0, num_waiting=0, num_used_tokens=0, num_evictable_tokens=0
+            )
         sums: dict[str, Any] = {
             name: sum(getattr(stats, name) for stats in each)
             for name in SchedulerStats._fields
@@ -167,38 +186,60 @@ class Controller(Scheduler):
         return self.call(replica, method, rid)
 
     def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
-        """Make a call. True: the first replica made it, or it was sent to another."""
+        """Make a call. True: the first replica made it, or it was sent to another. False too if the first has
+        ended: the next step has the ends of its requests."""
         if replica > 0:
             request = request_of(req, self.grammars) if req is not None else None
             self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
             return True
-        if req is not None:
-            self.first(self.scheduler.add_request, req)
-            return True
-        return bool(self.first(getattr(self.scheduler, method), rid))
-
-    def first(self, method: Callable[..., Any], *args: object) -> Any:
-        """Make a call of the first replica, one of whose ranks may have ended."""
         try:
-            return method(*args)
+            if req is None:
+                return bool(getattr(self.scheduler, method)(rid))
+            self.scheduler.add_request(req)
         except EngineProcessEnded as error:
-            raise self.ended(str(error)) from None
+            self._ends += self.lose(0, str(error))
+            return False
+        return True
+
+    @property
+    def working(self) -> list[Child]:
+        """The other replicas that have not ended."""
+        return [other for i, other in enumerate(self.others, 1) if i not in self.lost]
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        return 1 + len(self.others) - len(self.lost)
 
     def receive(self, other: Child) -> list[StepOutput]:
-        """The outputs of a replica's step. Raises `EngineProcessEnded` if it has ended."""
+        """The outputs of a replica's step, or the ends of its requests if it has ended."""
         try:
             report: Any = other.receive()
         except (EOFError, OSError):
             report = None
+        number = 1 + self.others.index(other)
         if isinstance(report, StepReport):
-            self._stats[self.others.index(other)] = report.stats
+            self._stats[number - 1] = report.stats
             for rid, (arrival_time, run_start_time) in report.start_times.items():
                 req = self._reqs.pop(rid, None)
                 if req is not None:
                     req.arrival_time, req.run_start_time = arrival_time, run_start_time
             return report.all_outputs()
         problem = other.describe_end()
-        raise self.ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
+        return self.lose(number, f"{problem}: {report.error}" if isinstance(report, Report) else problem)
+
+    def lose(self, replica: int, problem: str) -> list[StepOutput]:
+        """Go on without a replica that has ended: the ends of its requests. They are not given to another
+        replica: one of them may be the reason. Raises `EngineProcessEnded` if it was the last."""
+        self.lost.add(replica)
+        print(f"error: {problem}; {self.num_replicas} replicas are left", file=sys.stderr, flush=True)
+        if self.num_replicas == 0:
+            raise self.ended(problem)
+        if replica > 0:
+            self.others[replica - 1].end()
+        elif isinstance(self.scheduler, LeadScheduler):
+            self.scheduler.end(problem)
+        load, reason = self.loads[replica], FinishError(problem, 503)
+        return [StepOutput(rid, [], load.num_outputs.get(rid, 0), reason) for rid in load.num_tokens]
 
     def ended(self, problem: str) -> EngineProcessEnded:
         """End all replicas."""

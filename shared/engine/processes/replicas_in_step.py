@@ -81,7 +81,7 @@ class ScheduleInStep(Scheduler):
 
 
 class ControllerInStep(Controller):
-    """A controller whose replicas step together."""
+    """A controller whose replicas step together. If one ends, all end."""
 
     def __init__(self, config: EngineConfig, scheduler: Any, *of_controller: Any) -> None:
         """scheduler: the `ScheduleInStep` of the first replica."""
@@ -99,6 +99,9 @@ class ControllerInStep(Controller):
             for other in self.others:
                 outputs += self.receive(other)
         return self.counted(outputs)
+
+    def lose(self, replica: int, problem: str) -> list[StepOutput]:
+        raise self.ended(problem)
 
     def first(self, method: Any, *args: object) -> Any:
         """Make a call of the first replica; an error names the replica that has ended."""

@@ -93,6 +93,8 @@ class ServerState:
             )
         if not self.client.is_alive:
             raise ApiError(503, f"the engine is not running: {self.client.death_reason}")
+        if self.client.load.problem is not None:
+            raise ApiError(503, f"the engine is about to end: {self.client.load.problem}")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down")
         if self.client.num_live + num_samples > limit:
@@ -105,6 +107,8 @@ class ServerState:
         """Why /health fails; None: it does not."""
         if not self.client.is_alive:
             return f"the engine is not running: {self.client.death_reason}"
+        if self.client.load.problem is not None:
+            return self.client.load.problem
         age = time.monotonic() - self.client.last_beat
         if age > self.settings.heartbeat_timeout:
             return f"the engine has given no heartbeat for {age:.0f} s"

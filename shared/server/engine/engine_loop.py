@@ -346,6 +346,8 @@ class EngineLoop:
             num_verifications=stats.speculation.num_verifications,
             num_accepted_tokens=stats.speculation.num_accepted_tokens,
             is_paused=self.is_paused,
+            num_replicas=self.scheduler.num_replicas,
+            problem=self.scheduler.problem,
         )
 
     def _ready(self) -> Ready:

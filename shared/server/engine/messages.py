@@ -24,7 +24,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 7
+VERSION = 8
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -154,6 +154,8 @@ class Load(msgspec.Struct, kw_only=True):
     num_verifications: int = 0
     num_accepted_tokens: int = 0
     is_paused: bool = False
+    num_replicas: int = 1  # with dp: those that have not ended
+    problem: str | None = None  # why the engine ends as soon as no request is left
 
 
 class Heartbeat(Message):

@@ -35,6 +35,7 @@ class Metrics:
                 ("token_usage", "Share of the KV pool that running requests hold."),
                 ("cache_hit_rate", "Share of prompt tokens found in the prefix cache."),
                 ("gen_throughput", "Generated tokens per second since the last scrape."),
+                ("num_replicas", "Engines that share the requests and have not ended."),
                 ("num_retracted_reqs", "Retractions since the start."),
                 ("spec_accept_length", "Output tokens per verification; 0 without speculation."),
             )
@@ -84,6 +85,7 @@ class Metrics:
             "token_usage": num_used / max(max_total_tokens, 1),
             "cache_hit_rate": load.num_cached_tokens / max(load.num_prompt_tokens, 1),
             "gen_throughput": (load.num_generated_tokens - last_tokens) / max(now - last_time, 1e-9),
+            "num_replicas": load.num_replicas,
             "num_retracted_reqs": load.num_retractions,
             "spec_accept_length": accept_length,
         }.items():
