@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from diptych.shared.server.http import admin
+from diptych.shared.server import admin
 from diptych.shared.server.http.access import PUBLIC_PATHS, Keys, read_keys, require_admin
 from diptych.shared.server.router.router import Router, RouterSettings
 from diptych.shared.tools.cli import app

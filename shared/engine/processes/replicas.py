@@ -32,6 +32,7 @@ from diptych.shared.scheduling.admission import admit
 from diptych.shared.types import FinishError, Req, SpeculationStats, StepOutput
 
 Start = Callable[[EngineConfig], Assembly]
+Lost = Collection[int]
 
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of a replica, which reads its weights."""
@@ -49,10 +50,10 @@ class Load:
 
 
 # --8<-- [start:choose-replica]
-def choose_replica(policy: str, loads: Sequence[Load], last: int, lost: Collection[int] = ()) -> int:
-    """The replica for the next request; `last` is that of the previous one, and those of
-    `lost` have ended. Ties are broken round robin, otherwise the first replica would get
-    every request that arrives while all are idle."""
+def choose_replica(policy: str, loads: Sequence[Load], last: int, lost: Lost = ()) -> int:
+    """The replica for the next request; `last` is that of the previous one, and `lost`
+    have ended. Ties are broken round robin, otherwise the first replica would get every
+    request that arrives while all are idle."""
     in_turn = [(last + 1 + i) % len(loads) for i in range(len(loads))]
     in_turn = [i for i in in_turn if i not in lost]
     if policy == "round-robin":
