@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight, Pipeline
+from diptych.optimized.schedule_batch import prepare_for_decode
 from diptych.shared.interfaces import SchedulerFeature, SchedulerParts
 from diptych.shared.sampling.logprobs import keep_embeddings, to_token_logprobs
-from diptych.shared.scheduling.pages import prepare_for_decode
 from diptych.shared.types import (
     BatchResult,
     LogitsOutput,
@@ -38,8 +38,7 @@ class PlainDecoding(SchedulerFeature):
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests. None: there is no memory for it."""
-        parts = self.parts
-        return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+        return prepare_for_decode(reqs, self.parts)
 
     # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:

@@ -1,7 +1,8 @@
-"""The ForwardBatch that describes a step's tokens.
+"""A step's batch: memory for its tokens, and the ForwardBatch that describes them.
 
-Differs from reference: nothing waits for the device. A batch's numbers go over in one copy; a token that is
-not known yet has a name in the FutureMap (optimized/overlap/future_map.py).
+Differs from reference: rows and slots of all requests are allocated and written in one call each. Nothing
+waits for the device. A batch's numbers go over in one copy; a token that is not known yet has a name in the
+FutureMap (optimized/overlap/future_map.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,62 @@ from itertools import accumulate
 
 import torch
 
+from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import input_logprob_rows
-from diptych.shared.scheduling.pages import rows_of
+from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
-from diptych.shared.types import ForwardBatch, ForwardMode, ScheduleBatch
+from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
+
+
+def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
+    """Rows and slots for every request's fill_ids; a request that goes on with its prompt keeps its row."""
+    pool, allocator = parts.req_to_token_pool, parts.allocator
+    new_reqs = [req for req in reqs if req.req_pool_idx is None]
+    rows = pool.alloc(len(new_reqs))
+    assert rows is not None, f"no row for {len(new_reqs)} requests: admission checks this"
+    for req, row in zip(new_reqs, rows):
+        req.req_pool_idx = row
+        req.kv_matched_len = len(req.prefix_indices)
+    if new_reqs:
+        found = [req.prefix_indices for req in new_reqs]
+        pool.write_ragged(rows, [0] * len(rows), [len(slots) for slots in found], torch.cat(found))
+
+    # --8<-- [start:slots-for-an-extension]
+    prefix_lens = [len(req.prefix_indices) for req in reqs]
+    seq_lens = [len(req.fill_ids) for req in reqs]
+    page = allocator.page_size
+    # Most prefixes end with a page: then their ends do not matter, and no device is asked.
+    last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
+    evict_for(
+        sum(round_up_to_page(s, page) - round_up_to_page(p, page) for p, s in zip(prefix_lens, seq_lens)),
+        parts.tree_cache,
+        allocator,
+    )
+    slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
+    assert slots is not None, "no slots for an extension: admission checks this"
+    extend_lens = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
+    pool.write_ragged(rows_of(reqs), prefix_lens, extend_lens, slots)
+    for req, seq_len in zip(reqs, seq_lens):
+        req.kv_committed_len = req.kv_allocated_len = seq_len
+    # --8<-- [end:slots-for-an-extension]
+    return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=slots)
+
+
+def prepare_for_decode(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch | None:
+    """One slot for each request's newest token. None: there is no memory for all of them."""
+    pool, allocator = parts.req_to_token_pool, parts.allocator
+    num_new_pages = sum(req.kv_committed_len % allocator.page_size == 0 for req in reqs)
+    if not evict_for(num_new_pages * allocator.page_size, parts.tree_cache, allocator):
+        return None
+    rows, positions = rows_of(reqs), [req.kv_committed_len for req in reqs]
+    last_locs = pool.read_each(rows, [position - 1 for position in positions])
+    slots = allocator.alloc_decode([position + 1 for position in positions], last_locs)
+    assert slots is not None, "no slots to decode, though there is memory for them"
+    pool.write_ragged(rows, positions, [1] * len(rows), slots)
+    for req in reqs:
+        req.kv_committed_len += 1
+        req.kv_allocated_len = req.kv_committed_len
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=slots)
 
 
 def make_forward_batch(

@@ -3,7 +3,7 @@ reference/speculative/speculative_decoding.py.)"""
 
 from __future__ import annotations
 
-from diptych.reference.schedule_batch import make_forward_batch
+from diptych.reference.schedule_batch import make_forward_batch, prepare_for_decode
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import (
     collect_input_logprobs,
@@ -12,7 +12,6 @@ from diptych.shared.sampling.logprobs import (
     to_token_logprobs,
 )
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
-from diptych.shared.scheduling.pages import prepare_for_decode
 from diptych.shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 
@@ -22,8 +21,7 @@ class PlainDecoding:
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests. None: there is no memory for it."""
-        parts = self.parts
-        return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+        return prepare_for_decode(reqs, self.parts)
 
     # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:

@@ -1,4 +1,4 @@
-"""The ForwardBatch that describes a step's tokens."""
+"""A step's batch: memory for its tokens, request by request, and the ForwardBatch that describes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,54 @@ from itertools import accumulate
 import torch
 
 from diptych.reference.modes.select_embeds import embeds_of_step
+from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import input_logprob_rows
-from diptych.shared.types import ForwardBatch, Req, ScheduleBatch
+from diptych.shared.scheduling.pages import evict_for, round_up_to_page
+from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
+
+
+def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
+    """Rows and slots for every request's fill_ids; a request that goes on with its prompt keeps its row."""
+    pool, allocator, page_size = parts.req_to_token_pool, parts.allocator, parts.allocator.page_size
+    slots: list[torch.Tensor] = []
+    for req in reqs:
+        prefix_len, seq_len = len(req.prefix_indices), len(req.fill_ids)
+        if req.req_pool_idx is None:
+            rows = pool.alloc(1)
+            assert rows is not None, "no row for a request: admission checks this"
+            req.req_pool_idx = rows[0]
+            req.kv_matched_len = prefix_len
+            pool.write(req.req_pool_idx, 0, req.prefix_indices)
+        # --8<-- [start:slots-for-an-extension]
+        last_loc = int(req.prefix_indices[-1]) if prefix_len % page_size else -1
+        num_new = round_up_to_page(seq_len, page_size) - round_up_to_page(prefix_len, page_size)
+        evict_for(num_new, parts.tree_cache, allocator)
+        new_slots = allocator.alloc_extend([prefix_len], [seq_len], [last_loc])
+        assert new_slots is not None, "no slots for an extension: admission checks this"
+        pool.write(req.req_pool_idx, prefix_len, new_slots)
+        req.kv_committed_len = req.kv_allocated_len = seq_len
+        # --8<-- [end:slots-for-an-extension]
+        slots.append(new_slots)
+    return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=torch.cat(slots))
+
+
+def prepare_for_decode(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch | None:
+    """One slot for each request's newest token. None: there is no memory for all of them."""
+    pool, allocator, page_size = parts.req_to_token_pool, parts.allocator, parts.allocator.page_size
+    num_new_pages = sum(req.kv_committed_len % page_size == 0 for req in reqs)
+    if not evict_for(num_new_pages * page_size, parts.tree_cache, allocator):
+        return None
+    slots: list[torch.Tensor] = []
+    for req in reqs:
+        position, row = req.kv_committed_len, req.req_pool_idx
+        assert row is not None
+        last_loc = int(pool.read(row, position - 1, position))
+        slot = allocator.alloc_decode([position + 1], [last_loc])
+        assert slot is not None, "no slot to decode, though there is memory for it"
+        pool.write(row, position, slot)
+        req.kv_committed_len = req.kv_allocated_len = position + 1
+        slots.append(slot)
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=torch.cat(slots))
 
 
 def make_forward_batch(

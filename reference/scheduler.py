@@ -7,6 +7,7 @@ What is not the loop (how a request comes, ends and is counted) is in shared/sch
 from __future__ import annotations
 
 from diptych.reference.decoding import PlainDecoding
+from diptych.reference.schedule_batch import prepare_for_extend
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import (
@@ -21,7 +22,7 @@ from diptych.shared.interfaces import (
 from diptych.shared.interfaces import scheduler as interface
 from diptych.shared.scheduling.admission import NewTokenRatio
 from diptych.shared.scheduling.lifecycle import Lifecycle
-from diptych.shared.scheduling.pages import mix, prepare_for_extend, retraction_order
+from diptych.shared.scheduling.pages import mix, retraction_order
 from diptych.shared.scheduling.stop_conditions import held_nan
 from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
@@ -114,7 +115,7 @@ class Scheduler(interface.Scheduler):
         requests.have_started(new)
         if adder.new_chunked_req is not None:
             requests.chunked_req = adder.new_chunked_req
-        batch = prepare_for_extend(new, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+        batch = prepare_for_extend(new, parts)
         for each in requests.features:
             each.have_joined(new, requests.running)
         return batch
