@@ -23,8 +23,9 @@ from diptych.optimized.kernels.sampling.sampling_race import race
 from diptych.optimized.kernels.sampling.sampling_scan import Scan, scan
 from diptych.optimized.kernels.sampling.sampling_small import MAX_VOCAB_SIZE, sample_small
 from diptych.shared.interfaces import sampler as contract
+from diptych.shared.sampling.logprobs import logits_at
 from diptych.shared.sampling.processors import apply_processors
-from diptych.shared.types import SampleOutput, SamplingBatchInfo
+from diptych.shared.types import LogprobsOutput, SampleOutput, SamplingBatchInfo
 
 
 class Sampler(contract.Sampler):
@@ -35,7 +36,7 @@ class Sampler(contract.Sampler):
         if info.processors:
             logits = empty_rows(logits).copy_(apply_processors(logits, info))
         if logits.shape[-1] <= MAX_VOCAB_SIZE:
-            return sample_small(logits, info, positions)
+            return with_asked(sample_small(logits, info, positions), logits, info)
         if info.is_all_greedy and not info.return_logprob:
             return SampleOutput(argmax(logits))
         next_token_ids, found = draw(logits, info, positions)
@@ -43,7 +44,20 @@ class Sampler(contract.Sampler):
 
         if found is None:
             return SampleOutput(next_token_ids)
-        return SampleOutput(next_token_ids, logprobs(logits, info, *found))
+        return with_asked(SampleOutput(next_token_ids, logprobs(logits, info, *found)), logits, info)
+
+
+def with_asked(output: SampleOutput, logits: torch.Tensor, info: SamplingBatchInfo) -> SampleOutput:
+    """`output` with the log-probabilities of `asked_ids`. Two tokens' differ by the difference of their
+    logits over temperature, so the sampled token's gives the others."""
+    if output.logprobs is None or info.asked_ids is None:
+        return output
+    own, asked = logits_at(logits, output.next_token_ids[:, None]), logits_at(logits, info.asked_ids)
+    gaps = ((asked - own) / info.temperatures[:, None]).masked_fill(asked == own, 0.0)
+    found = output.logprobs
+    top_logprobs = torch.cat((found.top_logprobs, found.token_logprobs[:, None] + gaps), dim=1)
+    top_ids = torch.cat((found.top_ids, info.asked_ids), dim=1)
+    return output._replace(logprobs=LogprobsOutput(found.token_logprobs, top_logprobs, top_ids))
 
 
 def draw(

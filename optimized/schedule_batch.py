@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from diptych.shared.interfaces import SchedulerParts
-from diptych.shared.sampling.logprobs import input_logprob_rows
+from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
@@ -120,6 +120,7 @@ def make_forward_batch(
         input_logprob_rows=wanted[0] if logprob_rows else None,
         input_logprob_ids=wanted[1] if logprob_rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
+        input_asked_ids=asked_input_ids(extending, device) if logprob_rows else None,
         num_token_ids=num_token_ids,
     )
 

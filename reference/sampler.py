@@ -37,7 +37,8 @@ class Sampler(contract.Sampler):
 
         if not info.return_logprob:
             return SampleOutput(next_token_ids)
-        return SampleOutput(next_token_ids, logprobs_of(scaled, next_token_ids, info.num_top_logprobs))
+        found = logprobs_of(scaled, next_token_ids, info.num_top_logprobs, info.asked_ids)
+        return SampleOutput(next_token_ids, found)
 
 
 def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:

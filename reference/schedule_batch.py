@@ -10,7 +10,7 @@ import torch
 
 from diptych.reference.modes.select_embeds import embeds_of_step
 from diptych.shared.interfaces import SchedulerParts
-from diptych.shared.sampling.logprobs import input_logprob_rows
+from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
@@ -107,6 +107,7 @@ def make_forward_batch(
         input_logprob_rows=tensor(rows) if rows else None,
         input_logprob_ids=tensor(ids) if rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
+        input_asked_ids=asked_input_ids(extending, device) if rows else None,
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,

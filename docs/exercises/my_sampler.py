@@ -26,7 +26,7 @@ class Sampler(contract.Sampler):
 
         In order: float32, look for NaN, `adjust`, `apply_processors(logits, info)` if there are any, scale,
         argmax of greedy rows, `draw` for the others, -1 for bad rows, log-probabilities
-        (`logprobs_of(scaled, ids, info.num_top_logprobs)`) if `info.return_logprob`.
+        (`logprobs_of(scaled, ids, info.num_top_logprobs, info.asked_ids)`) if `info.return_logprob`.
         """
         raise NotImplementedError("TODO greedy: the steps in this order; greedy rows take the argmax")
 

@@ -23,11 +23,12 @@ class TokenText(Protocol):
 class Detokenizer(ABC):
     """The text of one request, piece by piece. What was given out is never taken back: all pieces together
     are the decoded output, cut off before the stop token, before the first occurrence of the stop string, or
-    before the regex's match (`no_stop_trim`: not cut off).
+    before the regex's match. With `no_stop_trim` the cut is behind it, and the stop token is no cut.
 
-    A piece is given out as soon as it is certain. Held back are tokens that end inside a character, and text
-    with which a stop string may begin; at the end the rest is given out. A regex's match may begin anywhere,
-    so with stop_regex (and without no_stop_trim) the text comes in one piece at the end. Special tokens have
+    A piece is given out as soon as it is certain. Held back are tokens that end inside a character, and,
+    without no_stop_trim, text with which a stop string may begin; at the end the rest is given out. A regex's
+    match may begin anywhere, so with stop_regex (and without no_stop_trim) the text comes in one piece at the
+    end. Special tokens have
     no text, unless skip_special_tokens is False.
 
     The cost of a token does not depend on the length of the text.

@@ -31,8 +31,8 @@ class Sampler(ABC):
 
     A row with a NaN anywhere, one that the bias makes included, or with no token left above -inf, gets token
     id -1 and disturbs no other row. Log-probabilities: log softmax of the logits after step 3, over
-    temperature (greedy rows: as is), before any filter, at the sampled token and at the num_top_logprobs
-    best (ties: lowest id first).
+    temperature (greedy rows: as is), before any filter, at the sampled token, at the num_top_logprobs best
+    (ties: lowest id first) and at `asked_ids` (NaN for -1).
     """
 
     @abstractmethod

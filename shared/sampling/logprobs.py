@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from diptych.shared.to_device import to_device
 from diptych.shared.types import FinishError, ForwardBatch, LogitsOutput, LogprobsOutput, Req, TokenLogprob
 
 LOGPROB_ROWS = 512
@@ -21,24 +22,49 @@ def sort_descending(values: torch.Tensor, num: int | None = None) -> tuple[torch
     return ordered[:, :num], indices[:, :num]
 
 
-def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
-    """logits [n, vocab_size], token_ids [n] -> log softmax (float32) at the token and at the `num_top`
-    (at most vocab_size) best tokens, ordered by (logit descending, id ascending).
+def logprobs_of(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, asked_ids: torch.Tensor | None = None
+) -> LogprobsOutput:
+    """logits [n, vocab_size], token_ids [n], asked_ids [n, m] -> log softmax (float32) at the token, at the
+    `num_top` (at most vocab_size) best tokens, ordered by (logit descending, id ascending), and at asked_ids.
 
     A token id outside the vocabulary gets NaN."""
     logits = logits.float()
-    n, vocab_size = logits.shape
     log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    is_token = (token_ids >= 0) & (token_ids < vocab_size)
-    token_logits = logits.gather(-1, token_ids.clamp(0, vocab_size - 1)[:, None])
-    token_logprobs = (token_logits - log_normaliser)[:, 0].masked_fill(~is_token, float("nan"))
+    token_logprobs = logits_at(logits, token_ids[:, None]) - log_normaliser
     if num_top == 0:
-        nothing = logits.new_empty(n, 0)
-        return LogprobsOutput(token_logprobs, nothing, nothing.to(torch.int64))
-    # By logit, not by log-probability: rounding could make two different logits equal there, and the best
-    # token would not be the greedy choice.
-    top_logits, top_ids = sort_descending(logits, num_top)
-    return LogprobsOutput(token_logprobs, top_logits - log_normaliser, top_ids)
+        top_logits, top_ids = logits[:, :0], token_ids.new_empty(len(logits), 0)
+    else:
+        # By logit, not by log-probability: rounding could make two different logits equal there, and the best
+        # token would not be the greedy choice.
+        top_logits, top_ids = sort_descending(logits, num_top)
+    if asked_ids is not None:
+        top_logits = torch.cat((top_logits, logits_at(logits, asked_ids)), dim=1)
+        top_ids = torch.cat((top_ids, asked_ids), dim=1)
+    return LogprobsOutput(token_logprobs[:, 0], top_logits - log_normaliser, top_ids)
+
+
+def logits_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """logits [n, vocab_size], ids [n, m] -> [n, m]; NaN for an id outside the vocabulary."""
+    is_token = (ids >= 0) & (ids < logits.shape[1])
+    return logits.gather(-1, ids.clamp(0, logits.shape[1] - 1)).masked_fill(~is_token, float("nan"))
+
+
+def asked_input_ids(extending: Sequence[Req], device: torch.device | str) -> torch.Tensor | None:
+    """`asked_ids_of` for each row of `input_logprob_rows`."""
+    if not any(req.sampling_params.token_ids_logprob for req in extending):
+        return None
+    return asked_ids_of((req for req in extending for _ in input_logprob_positions(req)), device)
+
+
+def asked_ids_of(reqs: Iterable[Req], device: torch.device | str) -> torch.Tensor | None:
+    """[n, m] int64: SamplingParams.token_ids_logprob of each, -1 behind a shorter list. None: no request has
+    any."""
+    asked = [req.sampling_params.token_ids_logprob for req in reqs]
+    longest = max(map(len, asked), default=0)
+    if longest == 0:
+        return None
+    return to_device([[*ids, *[-1] * (longest - len(ids))] for ids in asked], torch.int64, device)
 
 
 def input_logprobs_of(
@@ -50,6 +76,7 @@ def input_logprobs_of(
     """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size].
     num_at_once: rows of logits that exist together."""
     rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
+    asked = forward_batch.input_asked_ids
     assert rows is not None
     assert ids is not None
     pieces = [
@@ -57,6 +84,7 @@ def input_logprobs_of(
             compute_logits(hidden_states[rows[i : i + num_at_once]])[:, : forward_batch.num_token_ids],
             ids[i : i + num_at_once],
             forward_batch.num_top_input_logprobs,
+            None if asked is None else asked[i : i + num_at_once],
         )
         for i in range(0, rows.shape[0], num_at_once)
     ]
@@ -124,8 +152,14 @@ def distribute_input_logprobs(
 
 
 def cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
-    """A batch carries the largest number of alternatives of its requests; cut each to its own number."""
-    return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])
+    """A batch carries the largest number of alternatives of its requests, and what others ask for; leave each
+    its own."""
+    params = req.sampling_params
+    asked: tuple[tuple[int, float], ...] = ()
+    if params.token_ids_logprob:
+        values = dict(entry.top)
+        asked = tuple((token_id, values[token_id]) for token_id in params.token_ids_logprob)
+    return entry._replace(top=entry.top[: params.top_logprobs_num], asked=asked)
 
 
 def last_hidden_states(batch: ForwardBatch, output: LogitsOutput) -> torch.Tensor:

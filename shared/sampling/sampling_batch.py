@@ -4,11 +4,13 @@ has to be merged or filtered, and nothing is lost when a request is retracted.""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from diptych.shared.sampling.bans import banned_tokens
+from diptych.shared.sampling.logprobs import asked_ids_of
 from diptych.shared.sampling.noise import hash_noise
 from diptych.shared.sampling.processors import group_processors
 from diptych.shared.to_device import copy_to_device, to_device
@@ -24,8 +26,8 @@ def make_sampling_batch_info(
 ) -> SamplingBatchInfo:
     """`vocab_size`: the columns of the logits, those that have a token. `num_in_flight`: of each request, how
     many tokens were sampled that its output_ids do not have yet. They count for min_new_tokens; in
-    output_counts they are missing; a vocab_mask and processors cannot do without them.
-    `reads_texts`: False leaves out these two, for rows of a draft tree (see `node_sampling.with_texts`)."""
+    output_counts they are missing; what reads texts (`Req.needs_output`) cannot do without them.
+    `reads_texts`: False leaves it out, for rows of a draft tree (see `node_sampling.with_texts`)."""
     num_outputs = [len(req.output_ids) for req in reqs]
     if num_in_flight is not None:
         num_outputs = [known + coming for known, coming in zip(num_outputs, num_in_flight)]
@@ -42,12 +44,13 @@ def make_sampling_batch_info(
         min_ps.append(min_p)
         top_ks.append(top_k)
     adjusts_logits = any(
-        req.needs_output or p.logit_bias or p.min_new_tokens or p.needs_penalty
-        for req, p in zip(reqs, params)
+        req.needs_output or p.changes_logits or p.needs_penalty for req, p in zip(reqs, params)
     )
     adjustments: dict[str, Any] = {}
     if adjusts_logits:
-        adjustments |= _adjustments(reqs, num_outputs, vocab_size, device)
+        adjustments["logit_bias"] = _logit_bias(reqs, vocab_size, device)
+        adjustments["banned"] = banned_tokens(reqs, num_outputs, vocab_size, device, reads_texts)
+        adjustments |= _penalties(reqs, vocab_size, device)
         if reads_texts:
             adjustments["vocab_mask"] = _vocab_mask(reqs, vocab_size, device)
             adjustments["processors"] = group_processors(
@@ -67,6 +70,7 @@ def make_sampling_batch_info(
         **adjustments,
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
+        asked_ids=asked_ids_of(reqs, device),
     )
 
 
@@ -84,19 +88,8 @@ def derive_seed(seed: int, index: int) -> int:
     return (high << 32 | low) - 2**63
 
 
-def _adjustments(
-    reqs: Sequence[Req], num_outputs: Sequence[int], vocab_size: int, device: torch.device | str
-) -> dict[str, torch.Tensor | None]:
-    """Bias, bans and penalties, which change logits before they are scaled."""
-    return {
-        "logit_bias": _logit_bias(reqs, vocab_size, device),
-        "banned": _banned(reqs, num_outputs, vocab_size, device),
-        **_penalties(reqs, vocab_size, device),
-    }
-
-
 def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """A bias of -inf is a ban (`_banned`), not an addition: -inf + inf would be NaN."""
+    """A bias of -inf is a ban, not an addition: -inf + inf would be NaN."""
     entries = [
         (row, token_id, bias)
         for row, req in enumerate(reqs)
@@ -111,23 +104,6 @@ def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str
     return logit_bias
 
 
-def _banned(
-    reqs: Sequence[Req], num_outputs: Sequence[int], vocab_size: int, device: torch.device | str
-) -> torch.Tensor | None:
-    entries = [
-        (row, token_id)
-        for row, req in enumerate(reqs)
-        for token_id in _banned_ids(req, num_outputs[row])
-        if token_id < vocab_size
-    ]
-    if not entries:
-        return None
-    rows, ids = zip(*entries)
-    banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool, device=device)
-    banned[_on(rows, device), _on(ids, device)] = True
-    return banned
-
-
 def _vocab_mask(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
     if all(req.grammar is None for req in reqs):
         return None
@@ -136,26 +112,6 @@ def _vocab_mask(reqs: Sequence[Req], vocab_size: int, device: torch.device | str
         if req.grammar is not None and not req.finished:
             mask[row] = req.grammar.next_tokens(req.output_ids, vocab_size)
     return copy_to_device(mask, device)
-
-
-def _banned_ids(req: Req, num_outputs: int) -> Iterable[int]:
-    """Stop tokens while the output is shorter than min_new_tokens. With ignore_eos nothing stops at them,
-    so they stay allowed."""
-    params = req.sampling_params
-    ids = [token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]
-    if num_outputs < params.min_new_tokens and not params.ignore_eos:
-        ids += req.eos_token_ids
-        ids += params.stop_token_ids
-    return ids
-
-
-def bans_every_token(req: Req, num_outputs: int, vocab_size: int) -> bool:
-    """Whether the request leaves no token to sample after its first `num_outputs` output tokens."""
-    banned = {token_id for token_id in _banned_ids(req, num_outputs) if token_id < vocab_size}
-    if req.grammar is not None:
-        words = req.grammar.next_tokens(req.output_ids[:num_outputs], vocab_size).tolist()
-        banned |= {i for i in range(vocab_size) if not words[i // 32] >> (i % 32) & 1}
-    return len(banned) == vocab_size
 
 
 def _penalties(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from diptych.shared.sampling.sampling_batch import bans_every_token
+from diptych.shared.sampling.bans import bans_every_token
 from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
@@ -90,7 +90,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
 def _no_token(req: Req, position: int, vocab_size: int) -> FinishError:
     where = f"no token at output position {position}"
     if bans_every_token(req, position, vocab_size):
-        message = f"{where}: every token is banned by logit_bias, min_new_tokens or the grammar"
+        message = f"{where}: every token is banned by the sampling parameters or the grammar"
         return FinishError(message, status=400)
     return FinishError(f"{where}: the model's logits held NaN")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diptych.shared.sampling.bans import ends_of_bad_words, is_banned_for_ever, set_entries
 from diptych.shared.sampling.processors import group_processors
 from diptych.shared.to_device import copy_to_device, to_device
 from diptych.shared.types import DraftTree, Req, SamplingBatchInfo
@@ -29,9 +30,7 @@ def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device |
         (row, token_id)
         for row, req in enumerate(reqs)
         for token_id in {*req.eos_token_ids, *req.sampling_params.stop_token_ids}
-        if left[row] > 0
-        and token_id < vocab_size
-        and req.sampling_params.logit_bias.get(token_id) != -torch.inf
+        if left[row] > 0 and token_id < vocab_size and not is_banned_for_ever(req.sampling_params, token_id)
     ]
     if not entries:
         return None
@@ -83,11 +82,13 @@ def with_texts(
     info: SamplingBatchInfo, reqs: Sequence[Req], tree: DraftTree, vocab_size: int
 ) -> SamplingBatchInfo:
     """`info` of nodes with what reads their texts on the CPU: a mask of the request's grammar at each node,
-    and its logit processor. `tree` may be on the CPU; else this synchronizes with it if there is either."""
+    its logit processor, and the ends of its bad words. `tree` may be on the CPU; else this synchronizes with
+    it if there is any."""
     if not any(req.needs_output for req in reqs):
         return info
     token_ids, parents, num_nodes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     entries: list[tuple[Req, int, list[int]]] = []
+    ends: list[tuple[int, int]] = []  # (row of a node, token) of bad words
     masks = torch.full((*tree.token_ids.shape, -(-vocab_size // 32)), -1, dtype=torch.int32)
     for row, (req, n) in enumerate(zip(reqs, num_nodes)):
         if req.finished:
@@ -96,14 +97,24 @@ def with_texts(
             masks[row, :n] = req.grammar.next_tokens_at_nodes(
                 req.output_ids, token_ids[row][:n], parents[row][:n], vocab_size
             )
-        if req.logit_processor is not None:
+        if req.logit_processor is not None or req.sampling_params.bans_sequences:
             texts = [req.output_ids]
             for node in range(1, n):
                 texts.append([*texts[parents[row][node]], token_ids[row][node]])
-            entries += [(req, row * tree.num_draft_tokens + node, text) for node, text in enumerate(texts)]
+            nodes = [(row * tree.num_draft_tokens + node, text) for node, text in enumerate(texts)]
+            entries += [(req, place, text) for place, text in nodes]
+            ends += [
+                (place, i) for place, text in nodes for i in ends_of_bad_words(req.sampling_params, text)
+            ]
     has_grammar = any(req.grammar is not None for req in reqs)
+    banned, device = info.banned, info.seeds.device
+    if ends:
+        no_bans = torch.zeros(len(info.seeds), vocab_size, dtype=torch.bool, device=device)
+        banned = no_bans if banned is None else banned.clone()
+        set_entries(banned, ends, True)
     return replace(
         info,
-        vocab_mask=copy_to_device(masks.flatten(0, 1), info.seeds.device) if has_grammar else None,
+        banned=banned,
+        vocab_mask=copy_to_device(masks.flatten(0, 1), device) if has_grammar else None,
         processors=group_processors(entries),
     )

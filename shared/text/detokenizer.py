@@ -33,6 +33,7 @@ class IncrementalDetokenizer(interface.Detokenizer):
         self._context_text = tokenizer.decode(self._context)
         self._pending: list[int] = []  # ids whose text was not
         self._held_text = ""  # decoded, not given out
+        self._given: list[str] = []  # with no_stop_trim, because a match may begin in it
         self._is_finished = False
 
     def append(
@@ -46,8 +47,8 @@ class IncrementalDetokenizer(interface.Detokenizer):
             new_ids = new_ids[: max(finished_len - self._num_ids, 0)]
         self._num_ids += len(new_ids)
         self._is_finished = finished_reason is not None
-        trim = not self._params.no_stop_trim
-        if trim and isinstance(finished_reason, FinishToken) and new_ids:
+        keeps_stop = self._params.no_stop_trim
+        if not keeps_stop and isinstance(finished_reason, FinishToken) and new_ids:
             assert new_ids[-1] == finished_reason.token_id
             new_ids = new_ids[:-1]
         visible = self._visible(new_ids)
@@ -56,10 +57,16 @@ class IncrementalDetokenizer(interface.Detokenizer):
 
         # --8<-- [start:hold-stop-strings]
         stop, stop_regex = self._params.stop, self._params.stop_regex
-        if not trim or not (stop or stop_regex):
+        if not (stop or stop_regex):
             text = self._held_text
+        elif keeps_stop:
+            text = self._held_text
+            if self._is_finished:
+                given = "".join(self._given)
+                text = (given + text)[len(given) : _match(given + text, finished_reason)[1]]
+            self._given.append(text)
         elif self._is_finished:
-            text = _cut(self._held_text, finished_reason)
+            text = self._held_text[: _match(self._held_text, finished_reason)[0]]
         elif stop_regex:
             text = ""
         else:
@@ -132,14 +139,16 @@ class IncrementalDetokenizer(interface.Detokenizer):
         return tail
 
 
-def _cut(text: str, reason: FinishReason | None) -> str:
-    """`text` up to the stop text that ended it."""
-    if isinstance(reason, FinishString):
-        return text.partition(reason.matched)[0]
+def _match(text: str, reason: FinishReason | None) -> tuple[int, int]:
+    """Where the stop text that ended `text` begins and ends; the end of the text for another reason."""
     if isinstance(reason, FinishRegex):
         try:
             match = search_stop_regex(reason.pattern, text)
         except RegexTimeout:
             match = None
-        return text[: match[0]] if match else text.partition(reason.matched)[0]
-    return text
+        if match is not None:
+            return match[0], match[0] + len(match[1])
+    if isinstance(reason, (FinishString, FinishRegex)) and reason.matched in text:
+        start = text.index(reason.matched)
+        return start, start + len(reason.matched)
+    return len(text), len(text)

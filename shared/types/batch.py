@@ -75,6 +75,7 @@ class ForwardBatch:
     input_logprob_rows: torch.Tensor | None = None  # [n] int64
     input_logprob_ids: torch.Tensor | None = None  # [n] int64
     num_top_input_logprobs: int = 0
+    input_asked_ids: torch.Tensor | None = None  # [n, m] int64: tokens asked for beside the best; -1: none
     # Columns of the logits that are tokens. Log-probabilities are normalised over these. None: all columns.
     num_token_ids: int | None = None
     # [bs] int64: leading tokens of each request that are no padding. None: all.
@@ -159,3 +160,4 @@ class SamplingBatchInfo:
     ] = ()  # diptych.shared.sampling.processors.ProcessorRows: functions that run on the CPU
     return_logprob: bool = False
     num_top_logprobs: int = 0  # maximum over the rows
+    asked_ids: torch.Tensor | None = None  # [bs, m] int64: tokens asked for beside the best; -1: none

@@ -11,19 +11,22 @@ from diptych.shared.types.finish import FinishReason
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of one token, and the most likely alternatives as (token id, logprob),
-    best first. `logprob` is None for the first prompt token: nothing precedes it."""
+    """The log-probability of one token, the most likely alternatives as (token id, logprob), best first, and
+    those of SamplingParams.token_ids_logprob. `logprob` is None for the first prompt token: nothing precedes
+    it."""
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    asked: tuple[tuple[int, float], ...] = ()
 
 
 class LogprobsOutput(NamedTuple):
-    """Log-probabilities of n tokens, on the model's device."""
+    """Log-probabilities of n tokens, on the model's device. The columns are the best, descending, and behind
+    them the tokens that requests ask for, if any does."""
 
     token_logprobs: torch.Tensor  # [n] float32
-    top_logprobs: torch.Tensor  # [n, k] float32, descending; k may be 0
+    top_logprobs: torch.Tensor  # [n, k] float32; k may be 0
     top_ids: torch.Tensor  # [n, k] int64
 
 

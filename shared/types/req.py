@@ -86,7 +86,11 @@ class Req:
     @property
     def needs_output(self) -> bool:
         """Whether each token is sampled by something on the CPU that reads all tokens before."""
-        return self.grammar is not None or self.logit_processor is not None
+        return (
+            self.grammar is not None
+            or self.logit_processor is not None
+            or self.sampling_params.bans_sequences
+        )
 
     @property
     def num_tokens(self) -> int:

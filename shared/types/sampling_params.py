@@ -17,6 +17,9 @@ MAX_FLOAT = 3.4e38
 """Sampling computes in float32, where a larger number is infinite."""
 MAX_SAMPLES = 1024
 """The largest `n`: each sample is a request of its own."""
+MAX_ASKED = 256
+"""Tokens of token_ids_logprob, and bad_words: each costs something at every token of the answer."""
+MAX_WORD_CHARS = 512
 
 GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """Parameters that constrain the output; they exclude each other."""
@@ -36,6 +39,16 @@ NUMBERS = {  # and the range of each
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, MAX_FLOAT),
 }
+LISTS = (
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "choice",
+    "allowed_token_ids",
+    "bad_words",
+    "token_ids_logprob",
+)
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 WITHOUT_ZERO = ("top_p", "repetition_penalty")
 BOOLEANS = (
     "ignore_eos",
@@ -65,6 +78,11 @@ class SamplingParams:
     presence_penalty: float = 0.0  # once for a token that is in the output
     repetition_penalty: float = 1.0  # prompt and output, the Hugging Face definition
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()  # texts that the answer never contains, as the tokenizer writes them
+    bad_word_ids: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the same as token ids; the engine adds those of bad_words
     seed: int | None = None  # None: a new one for each request
     n: int = 1  # samples of one prompt, at most MAX_SAMPLES; sample i derives its own seed
     stop: tuple[str, ...] = ()  # limits of both in shared/types/stops.py
@@ -75,6 +93,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     return_logprob: bool = False  # log-probabilities of the output tokens
     top_logprobs_num: int = 0  # alternatives reported for each token
+    token_ids_logprob: tuple[int, ...] = ()  # tokens whose log-probability is reported at each token
     logprob_start_len: int = -1  # >= 0: log-probabilities of the prompt from this position on
 
     # What the output must look like (shared/grammar): at most one of these.
@@ -87,7 +106,7 @@ class SamplingParams:
     reasoning_first: bool = False  # a reasoning block may come before the constrained text
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "stop_regex", "choice"):
+        for name in LISTS:
             value = getattr(self, name)
             if value is None:
                 object.__setattr__(self, name, getattr(SamplingParams, name))  # the default
@@ -120,12 +139,14 @@ class SamplingParams:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens ({self.max_new_tokens})"
             )
-        for name, default in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
+        for name, default in (("top_logprobs_num", 0), ("logprob_start_len", -1), ("token_ids_logprob", ())):
             value = getattr(self, name)
             if value != default and not self.return_logprob:
                 raise ValueError(f"{name}={value} needs return_logprob=True")
-        if any(not _is_number(t, int) or t < 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r:.80}")
+        for name in TOKEN_IDS:
+            if any(not _is_number(t, int) or t < 0 for t in getattr(self, name) or ()):
+                raise ValueError(f"{name} must hold token ids, got {getattr(self, name)!r:.80}")
+        self._check_bounded()
         if self.stop:
             check_stop_strings(self.stop)
         if self.stop_regex:
@@ -136,6 +157,21 @@ class SamplingParams:
             _check_bias(token_id, bias)
         if self.given_grammars:
             self._check_grammar()
+
+    def _check_bounded(self) -> None:
+        """Lists that cost something at every token."""
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids must hold at least one token id")
+        for name in ("token_ids_logprob", "bad_words"):
+            if len(getattr(self, name)) > MAX_ASKED:
+                raise ValueError(f"{name} takes at most {MAX_ASKED} entries, got {len(getattr(self, name))}")
+        if any(not isinstance(w, str) or not w.strip() or len(w) > MAX_WORD_CHARS for w in self.bad_words):
+            raise ValueError(f"bad_words must hold words of at most {MAX_WORD_CHARS} characters")
+        if self.bad_word_ids:
+            ids = tuple(map(tuple, self.bad_word_ids))
+            if not all(word and all(_is_number(t, int) and t >= 0 for t in word) for word in ids):
+                raise ValueError(f"bad_word_ids must hold lists of token ids, got {ids!r:.80}")
+            object.__setattr__(self, "bad_word_ids", ids)
 
     def _check_grammar(self) -> None:
         """A schema that is a mapping becomes its text."""
@@ -182,9 +218,22 @@ class SamplingParams:
     def needs_penalty(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def bans_sequences(self) -> bool:
+        """Whether what it bans depends on the output: a bad word has several tokens."""
+        return any(len(ids) > 1 for ids in self.bad_word_ids)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a bias or a ban changes the logits."""
+        return bool(
+            self.logit_bias or self.min_new_tokens or self.bad_word_ids or self.allowed_token_ids is not None
+        )
+
     def check_against_vocab(self, vocab_size: int) -> None:
-        """Raise `ValueError` for a stop token or a bias whose id the model cannot produce."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+        """Raise `ValueError` for a token that the parameters name and the model cannot produce."""
+        named = {name: getattr(self, name) or () for name in TOKEN_IDS}
+        for name, ids in {**named, "logit_bias": self.logit_bias}.items():
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise ValueError(

@@ -1,9 +1,11 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from diptych.shared.sampling.bans import bans_every_token
 from diptych.shared.sampling.processors import apply_processors
 from diptych.shared.sampling.sampling_batch import derive_seed
 from diptych.shared.types import SamplingBatchInfo
@@ -99,6 +101,36 @@ def test_bias_is_added_and_minus_infinity_is_a_ban() -> None:
     info = make_info([make_req(), make_req(logit_bias={3: 1.5, 4: -math.inf, 5: -2.0})], 6)
     assert info.logit_bias.tolist() == [[0.0] * 6, [0.0, 0.0, 0.0, 1.5, 0.0, -2.0]]
     assert info.banned.nonzero().tolist() == [[1, 4]]
+
+
+def test_allowed_tokens_leave_out_all_others_and_stay_banned_otherwise() -> None:
+    limited = make_req(allowed_token_ids=(1, 3, 4, 99), logit_bias={3: -math.inf}, eos=[4], min_new_tokens=1)
+    info = make_info([make_req(), limited], 6)
+    assert [row.nonzero().flatten().tolist() for row in ~info.banned] == [[0, 1, 2, 3, 4, 5], [1]]
+    assert not bans_every_token(limited, 0, 6)
+    assert bans_every_token(make_req(allowed_token_ids=(4,), eos=[4], min_new_tokens=1), 0, 6)
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], [5]), ([1], [5]), ([1, 2], [3, 5]), ([1, 2, 2], [5]), ([2, 1], [5]), ([3, 1, 2], [0, 3, 5])],
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(
+    output: list[int], banned: list[int]
+) -> None:
+    req = make_req(output=output, bad_word_ids=((1, 2, 3), (3, 1, 2, 0), (5,), (2, 99)))
+    info = make_info([req, make_req()], 6)
+    assert info.banned[0].nonzero().flatten().tolist() == banned
+    assert not info.banned[1].any()
+    assert req.needs_output
+    assert not make_req(bad_word_ids=((5,),)).needs_output  # a ban for ever needs no output
+
+
+def test_tokens_that_a_request_asks_for_are_a_row() -> None:
+    asks: list[dict[str, Any]] = [{}, {"token_ids_logprob": (7, 3)}, {"token_ids_logprob": (5,)}]
+    reqs = [make_req(return_logprob=True, **ask) for ask in asks]
+    assert make_info(reqs, 10).asked_ids.tolist() == [[-1, -1], [7, 3], [5, -1]]
+    assert make_info(reqs[:1], 10).asked_ids is None
 
 
 def test_penalties_count_the_requests_own_tokens() -> None:

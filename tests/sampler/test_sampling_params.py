@@ -58,6 +58,18 @@ INVALID = [
     ({"top_logprobs_num": 1}, "top_logprobs_num=1 needs return_logprob"),
     ({"logprob_start_len": 0}, "logprob_start_len=0 needs return_logprob"),
     ({"logprob_start_len": -2}, "logprob_start_len must be an integer >= -1"),
+    ({"token_ids_logprob": (3,)}, r"token_ids_logprob=\(3,\) needs return_logprob"),
+    ({"token_ids_logprob": (-3,), "return_logprob": True}, "token_ids_logprob must hold token ids"),
+    (
+        {"token_ids_logprob": (3,) * 257, "return_logprob": True},
+        "token_ids_logprob takes at most 256 entries",
+    ),
+    ({"allowed_token_ids": ()}, "allowed_token_ids must hold at least one token id"),
+    ({"allowed_token_ids": (True,)}, "allowed_token_ids must hold token ids"),
+    ({"bad_words": ("a", " ")}, "bad_words must hold words of at most 512 characters"),
+    ({"bad_words": ("a" * 513,)}, "bad_words must hold words of at most 512 characters"),
+    ({"bad_words": ("a",) * 257}, "bad_words takes at most 256 entries"),
+    ({"bad_word_ids": ((1, 2), ())}, "bad_word_ids must hold lists of token ids"),
 ]
 
 

@@ -75,6 +75,13 @@ def test_end_tokens_are_allowed_from_the_right_depth_on() -> None:
     assert int(found.banned.sum()) == 0 + 1 + 2 + 3
 
 
+@pytest.mark.parametrize("params", [{"allowed_token_ids": (1, 2)}, {"bad_word_ids": ((8,),)}])
+def test_what_is_banned_for_ever_is_no_early_ban(params: dict[str, Any]) -> None:
+    reqs = begun(MINIMA[:1])
+    reqs[0].sampling_params = replace(reqs[0].sampling_params, **params)
+    assert make_early_bans(reqs, VOCAB_SIZE, "cpu") is None
+
+
 def test_bans_that_are_not_early_stay() -> None:
     ask = Ask("both", min_new_tokens=6, logit_bias=((8, -torch.inf), (2, -torch.inf)), **TEXT)
     reqs = begun((ask,))

@@ -21,6 +21,7 @@ from diptych.shared.interfaces import Detokenizer, Scheduler
 from diptych.shared.sampling.processors import LogitProcessor
 from diptych.shared.sampling.sampling_batch import derive_seed
 from diptych.shared.scheduling.admission import check_fields
+from diptych.shared.text.bad_words import with_bad_word_ids
 from diptych.shared.timeline import Timeline
 from diptych.shared.types import DiffusionParams, Req, SamplingParams
 
@@ -48,6 +49,7 @@ class Submission:
             self.prompt_ids, self.embeds = encode_prompt(prompt, params, assembly)
         if (params.stop or params.stop_regex) and assembly.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
+        params = with_bad_word_ids(params, assembly.tokenizer)
         check_fields(rid, extra_key, priority, routing_key, logit_processor)
         if is_pooling or assembly.model_config.num_labels:
             check_pooling(is_pooling, assembly.config, assembly.model_config)

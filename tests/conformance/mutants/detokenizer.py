@@ -39,16 +39,16 @@ bug("HoldsNothingBack", "The beginning of a stop string is given out.",
 bug("HoldsUntilTheEnd", "With a stop string the text comes in one piece.",
     ("detokenizer", "        elif stop_regex:\n", "        elif stop or stop_regex:\n"))
 bug("LosesANearMatch", "What is held back at the end is lost, and a stop string inside a token comes out.",
-    ("detokenizer", "        elif self._is_finished:\n            text = _cut(",
-     "        elif False:\n            text = _cut("))
+    ("detokenizer", "        elif self._is_finished:\n            text = self._held_text[: _match(",
+     "        elif False:\n            text = self._held_text[: _match("))
 bug("GivesTheStopString", "The stop string is part of the text.",
-    ("detokenizer", "return text.partition(reason.matched)[0]\n    if isinstance(reason, FinishRegex)",
-     "return text\n    if isinstance(reason, FinishRegex)"))
+    ("detokenizer", "_match(self._held_text, finished_reason)[0]", "_match(self._held_text, finished_reason)[1]"))
 bug("CutsAtTheLastOccurrence", "Of two occurrences in one token the first stays.",
-    ("detokenizer", "return text.partition(reason.matched)[0]\n    if isinstance(reason, FinishRegex)",
-     "return text.rpartition(reason.matched)[0]\n    if isinstance(reason, FinishRegex)"))
+    ("detokenizer", "text.index(reason.matched)", "text.rindex(reason.matched)"))
 bug("TrimsAlways", "no_stop_trim has no effect.",
-    ("detokenizer", "trim = not self._params.no_stop_trim", "trim = True"))
+    ("detokenizer", "keeps_stop = self._params.no_stop_trim", "keeps_stop = False"))
+bug("KeepsWhatIsBehind", "With no_stop_trim the text goes on behind the stop string.",
+    ("detokenizer", "[len(given) : _match(given + text, finished_reason)[1]]", "[len(given) :]"))
 bug("StopTokenIsText", "The stop token is part of the text.",
     ("detokenizer", "            new_ids = new_ids[:-1]\n", "            pass\n"))
 bug("CountsBeyondTheEnd", "Tokens that speculation computed behind the end are part of the text.",

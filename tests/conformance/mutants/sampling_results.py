@@ -108,11 +108,21 @@ class LogprobsAfterTheFilter(Sampler):
 
 
 @mutant_of("sampler")
+class AskedLogprobsOfTheFirstRow(Sampler):
+    """All rows get those of the tokens that the first row asks for."""
+
+    def sample(self, logits, info, positions):
+        if info.asked_ids is not None:
+            info = replace(info, asked_ids=info.asked_ids[:1].expand_as(info.asked_ids))
+        return super().sample(logits, info, positions)
+
+
+@mutant_of("sampler")
 class TopLogprobsHideBannedTokens(WithOwnSteps):
     """Banned tokens come among the best with the log-probability that they would have had."""
 
     @staticmethod
-    def logprobs_of(logits, token_ids, num_top):
+    def logprobs_of(logits, token_ids, num_top, asked_ids=None):
         found = logprobs_of(logits, token_ids, num_top)
         return found._replace(top_logprobs=found.top_logprobs.nan_to_num(neginf=-30.0))
 
@@ -122,7 +132,7 @@ class TiesOfTopLogprobs(WithOwnSteps):
     """Of equal alternatives the highest id comes first."""
 
     @staticmethod
-    def logprobs_of(logits, token_ids, num_top):
+    def logprobs_of(logits, token_ids, num_top, asked_ids=None):
         last = logits.shape[-1] - 1
         found = logprobs_of(logits.flip(-1), torch.where(token_ids < 0, token_ids, last - token_ids), num_top)
         return found._replace(top_ids=last - found.top_ids)
@@ -133,5 +143,5 @@ class LogprobOfTheLikeliest(WithOwnSteps):
     """The token's log-probability is that of the best one, drawn or not."""
 
     @staticmethod
-    def logprobs_of(logits, token_ids, num_top):
+    def logprobs_of(logits, token_ids, num_top, asked_ids=None):
         return logprobs_of(logits, torch.where(token_ids < 0, token_ids, logits.argmax(-1)), num_top)

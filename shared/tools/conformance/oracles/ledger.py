@@ -156,7 +156,7 @@ class LedgerModelRunner(interface.ModelRunner):
             return output
         assert fb.input_logprob_ids is not None
         logits = logits_at(fb.input_logprob_rows.tolist())
-        found = logprobs_of(logits, fb.input_logprob_ids, fb.num_top_input_logprobs)
+        found = logprobs_of(logits, fb.input_logprob_ids, fb.num_top_input_logprobs, fb.input_asked_ids)
         return output._replace(input_logprobs=found)
 
     def forward_and_sample(

@@ -74,12 +74,20 @@ def stop_string_inside_a_token(impl: type[Detokenizer], case: Case) -> None:
     expect_equal("pieces", pieces, case.expected)
 
 
-@contract("With no_stop_trim nothing is held back or cut off.", EXAMPLE)
+@contract(
+    "With no_stop_trim nothing is held back, and the text is cut off behind the stop string.",
+    table(
+        "words expected",
+        ("a letter a step", list("ab stop"), list("ab stop")),
+        ("text behind it in its token", ["ab st", "op sign stop"], ["ab st", "op"]),
+        ("all in one token", ["ab stop, stop"], ["ab stop"]),
+    ),
+)
 def no_stop_trim(impl: type[Detokenizer], case: Case) -> None:
-    steps = steps_of(byte_ids("ab stop"), 1)
+    steps = [word_ids(word) for word in case.words]
     params = SamplingParams(stop=(" stop",), no_stop_trim=True)
     pieces = stream(impl, SmallTokenizer(), steps, FinishString(" stop"), params)
-    expect_equal("pieces", pieces, list("ab stop"))
+    expect_equal("pieces", pieces, case.expected)
 
 
 @contract(
@@ -133,15 +141,17 @@ def ids_beyond_the_end(impl: type[Detokenizer], case: Case) -> None:
 
 
 @contract(
-    "With stop_regex the text comes at the end, cut off before the match; with no_stop_trim piece by piece.",
+    "With stop_regex the text comes at the end, cut off before the match; with no_stop_trim piece by piece, "
+    "cut off behind it.",
     table(
-        "no_stop_trim expected",
-        ("cut off", False, ["", "", "", "", "", "ab "]),
-        ("kept", True, ["a", "b", " ", "1", "2", "."]),
+        "no_stop_trim words expected",
+        ("cut off", False, list("ab 12."), ["", "", "", "", "", "ab "]),
+        ("kept", True, list("ab 12."), ["a", "b", " ", "1", "2", "."]),
+        ("kept, text behind it", True, ["ab 1", "2. 3."], ["ab 1", "2."]),
     ),
 )
 def stop_regex(impl: type[Detokenizer], case: Case) -> None:
     params = SamplingParams(stop_regex=(r"\d+\.",), no_stop_trim=case.no_stop_trim)
-    steps = steps_of(byte_ids("ab 12."), 1)
+    steps = [word_ids(word) for word in case.words]
     pieces = stream(impl, SmallTokenizer(), steps, FinishRegex(r"\d+\.", "12."), params)
     expect_equal("pieces", pieces, case.expected)

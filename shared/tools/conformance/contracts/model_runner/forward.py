@@ -140,7 +140,7 @@ class PromptLogprobs(Case):
 
 @contract(
     "Prompt log-probabilities are log softmax of the raw logits of the ids that have a token: row r says how "
-    "likely its id was to follow row r's token. The best come first, as many as asked for.",
+    "likely its id was to follow row r's token. The best come first, as many as asked for, then named tokens.",
     table(
         "lens start num_top num_token_ids",
         ("one prompt", (40,), 0, 3),
@@ -161,8 +161,10 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
         start += n
     model = model_for()
     session = RunnerSession(impl, model, len(case.lens))
+    asked = torch.stack((torch.arange(len(rows)) % case.num_token_ids, torch.tensor(ids)), dim=1)
     batch = session.forward_batch(
         new_ids,
+        input_asked_ids=asked,
         input_logprob_rows=torch.tensor(rows),
         input_logprob_ids=torch.tensor(ids),
         num_top_input_logprobs=case.num_top,
@@ -176,8 +178,13 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
 
     logprobs = logits[rows, : case.num_token_ids].log_softmax(dim=-1)
     assert found.input_logprobs is not None
-    token_logprobs, top_logprobs, top_ids = found.input_logprobs
+    token_logprobs, *columns = found.input_logprobs
     expect_close("token_logprobs", token_logprobs, logprobs[range(len(ids)), ids], LOGITS)
+    (top_logprobs, asked_logprobs), (top_ids, asked_ids) = (
+        [x[:, : case.num_top], x[:, case.num_top :]] for x in columns
+    )
+    expect_equal("named tokens", asked_ids.cpu(), asked)
+    expect_close("log-probability of named tokens", asked_logprobs, logprobs.gather(1, asked), LOGITS)
     best = logprobs.sort(dim=-1, descending=True).values[:, : case.num_top]
     expect_form("top_logprobs", top_logprobs, like=best.to(top_logprobs))
     expect_close("top_logprobs", top_logprobs, best, LOGITS)

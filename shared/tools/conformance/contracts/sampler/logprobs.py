@@ -106,6 +106,26 @@ def banned_tokens(impl: type[Sampler], case: Case) -> None:
     expect_close("top_logprobs", found.top_logprobs[0, :2].cpu(), exact, CLOSE)
 
 
+@contract(
+    "They come too at the tokens that rows ask for, banned and unlikely ones included.", (*KINDS, *ADJUSTED)
+)
+def asked_tokens(impl: type[Sampler], case: Ask) -> None:
+    logits = Inputs(7).normal(4, 150, std=3.0).cpu()
+    ask_of_row = ((7, 149, 7), (), (3, 8), (0,))
+    reqs = [
+        case.req(seed=i, return_logprob=True, top_logprobs_num=2, token_ids_logprob=asked)
+        for i, asked in enumerate(ask_of_row)
+    ]
+    found = run_sampler(impl, logits, make_info(reqs, 150), range(4)).logprobs
+    assert found is not None
+    expect_form("top_ids", found.top_ids, like=found.top_ids.new_empty(4, 2 + 3).long())
+    for row, (req, asked) in enumerate(zip(reqs, ask_of_row)):
+        ids = found.top_ids[row, 2:].tolist()
+        expect_equal(f"ids of row {row}", tuple(ids[: len(asked)]), asked)
+        expected = logprobs64(logits[row], req)[list(asked)]
+        expect_close(f"row {row}", found.top_logprobs[row, 2 : 2 + len(asked)].cpu(), expected, CLOSE)
+
+
 @contract("Asking for them changes no token, and they come only when asked for.", KINDS)
 def asking_changes_nothing(impl: type[Sampler], case: Ask) -> None:
     logits = Inputs(5).normal(20, 200, std=2.0).cpu()

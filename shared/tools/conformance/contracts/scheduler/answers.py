@@ -30,6 +30,7 @@ def any_schedule_of_any_requests(impl: type[Scheduler], case: Schedule) -> None:
 
 
 LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+ASKED: dict[str, Any] = {**LOGPROBS, "top_logprobs_num": 0, "token_ids_logprob": (9, 1, 30)}
 
 
 @contract(
@@ -43,6 +44,7 @@ LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2, "logp
         ("temperature", {"temperature": 1.2, "top_p": 0.9}),
         ("stop string over two tokens", {"stop": ("><2", "><3")}),
         ("log-probabilities", LOGPROBS),
+        ("log-probabilities of named tokens", ASKED, {"chunked_prefill_size": 4}),
         ("log-probabilities in chunks", LOGPROBS, {"chunked_prefill_size": 4, "page_size": 4}),
         (
             "log-probabilities in mixed chunks",

@@ -125,6 +125,35 @@ def constrained_and_retracted(impl: type[Scheduler], case: Case) -> None:
     harness.expect_idle()
 
 
+PAIRS = tuple((i, j) for i in range(VOCAB_SIZE) for j in range(VOCAB_SIZE) if (i + 2 * j) % 5 == 0)
+BANS: tuple[dict[str, Any], ...] = (
+    {"bad_word_ids": PAIRS},
+    {"bad_word_ids": (*PAIRS, (3,)), "temperature": 1.0},
+    {"bad_word_ids": PAIRS, "logit_processor": sum_of_outputs},
+    {"allowed_token_ids": tuple(range(1, VOCAB_SIZE, 2)), "eos": frozenset([7, 8, 9]), "min_new_tokens": 4},
+    {"allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2)), "temperature": 1.0, "logit_bias": {4: 9.0, 5: 9.0}},
+    {"temperature": 1.0},
+)
+
+
+@contract(
+    "No answer has a token that its request does not allow, nor a bad word of one or several.", SETTINGS
+)
+def tokens_that_are_not_allowed(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl, case)
+    if harness is None:
+        return
+    rids = [harness.submit([*PROMPT, i], 14, seed=i + 1, **bans) for i, bans in enumerate(BANS)]
+    harness.run()
+    for rid, bans in zip(rids, BANS):
+        harness.expect_what_it_gets_alone(rid)
+        ids = harness.tokens[rid]
+        bad = set(bans.get("bad_word_ids", ())) & {(i,) for i in ids}.union(zip(ids, ids[1:]))
+        expect_equal("bad words in the answer", bad, set())
+        expect_equal("not allowed", set(ids) - set(bans.get("allowed_token_ids", ids)), set())
+    harness.expect_idle()
+
+
 class EndsAfter(BaseGrammar):
     """Allows any tokens, up to a maximum number."""
 

@@ -146,6 +146,8 @@ def chunks_and_prefixes(impl: type[Scheduler], case: Case) -> None:
         ("greedy penalties", {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 4.0}),
         ("bias", {"logit_bias": {3: 6.0, 4: -100.0}}),
         ("least length", {"min_new_tokens": 9}),
+        ("least length of allowed tokens", {"min_new_tokens": 9, "allowed_token_ids": tuple(range(8, 24))}),
+        ("log-probabilities of named tokens", {"token_ids_logprob": (9, 2)}),
     ),
 )
 def sampling_parameters(impl: type[Scheduler], case: Case) -> None:
