@@ -50,7 +50,7 @@ class Sampler(contract.Sampler):
 def with_asked(output: SampleOutput, logits: torch.Tensor, info: SamplingBatchInfo) -> SampleOutput:
     """`output` with the log-probabilities of `asked_ids`. Two tokens' differ by the difference of their
     logits over temperature, so the sampled token's gives the others."""
-    if output.logprobs is None or info.asked_ids is None:
+    if info.asked_ids is None or output.logprobs is None:
         return output
     own, asked = logits_at(logits, output.next_token_ids[:, None]), logits_at(logits, info.asked_ids)
     gaps = ((asked - own) / info.temperatures[:, None]).masked_fill(asked == own, 0.0)

@@ -103,9 +103,8 @@ def with_texts(
                 texts.append([*texts[parents[row][node]], token_ids[row][node]])
             nodes = [(row * tree.num_draft_tokens + node, text) for node, text in enumerate(texts)]
             entries += [(req, place, text) for place, text in nodes]
-            ends += [
-                (place, i) for place, text in nodes for i in ends_of_bad_words(req.sampling_params, text)
-            ]
+            params = req.sampling_params
+            ends += [(place, i) for place, text in nodes for i in ends_of_bad_words(params, text)]
     has_grammar = any(req.grammar is not None for req in reqs)
     banned, device = info.banned, info.seeds.device
     if ends:

@@ -15,8 +15,8 @@ class Encoder(Protocol):
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Encoder | None) -> SamplingParams:
-    """`params` with `bad_word_ids` of its bad_words: each as the tokenizer writes it at the begin of a text and
-    behind a space. Raises `ValueError` where there is no tokenizer."""
+    """`params` with `bad_word_ids` of its bad_words: each as the tokenizer writes it at the begin of a text
+    and behind a space. Raises `ValueError` where there is no tokenizer."""
     if not params.bad_words:
         return params
     if tokenizer is None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from diptych.shared.types.sampling_checks import (
+    MAX_FLOAT,
+    check_asked,
+    check_biases,
+    check_token_ids,
+    checked_bad_words,
+    is_number,
+)
 from diptych.shared.types.stops import check_stop_regexes, check_stop_strings
 
 MIN_TEMPERATURE = 1e-6
 """A temperature below this means greedy: dividing by it would overflow half precision."""
-MAX_FLOAT = 3.4e38
-"""Sampling computes in float32, where a larger number is infinite."""
 MAX_SAMPLES = 1024
 """The largest `n`: each sample is a request of its own."""
-MAX_ASKED = 256
-"""Tokens of token_ids_logprob, and bad_words: each costs something at every token of the answer."""
-MAX_WORD_CHARS = 512
 
 GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """Parameters that constrain the output; they exclude each other."""
@@ -118,12 +120,12 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value))
         for name, least in INTEGERS.items():
             value = getattr(self, name)
-            if not _is_number(value, int) or value < least:
+            if not is_number(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
         for name, (low, high) in NUMBERS.items():
             value, is_open = getattr(self, name), name in WITHOUT_ZERO
             # No range contains NaN.
-            if not _is_number(value, (int, float)) or not low <= value <= high or (is_open and value == 0):
+            if not is_number(value, (int, float)) or not low <= value <= high or (is_open and value == 0):
                 range_ = f"{'(' if is_open else '['}{low:g}, {high:g}]"
                 raise ValueError(f"{name} must be a number in {range_}, got {value!r}")
         for name in BOOLEANS:
@@ -131,9 +133,9 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.n > MAX_SAMPLES:
             raise ValueError(f"n must be at most {MAX_SAMPLES}, got {self.n}")
-        if not _is_number(self.top_k, int) or (self.top_k < 1 and self.top_k != -1):
+        if not is_number(self.top_k, int) or (self.top_k < 1 and self.top_k != -1):
             raise ValueError(f"top_k must be -1 (keep all) or at least 1, got {self.top_k!r}")
-        if self.seed is not None and not (_is_number(self.seed, int) and -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and not (is_number(self.seed, int) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed must be a 64-bit integer or None, got {self.seed!r}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
@@ -144,34 +146,16 @@ class SamplingParams:
             if value != default and not self.return_logprob:
                 raise ValueError(f"{name}={value} needs return_logprob=True")
         for name in TOKEN_IDS:
-            if any(not _is_number(t, int) or t < 0 for t in getattr(self, name) or ()):
-                raise ValueError(f"{name} must hold token ids, got {getattr(self, name)!r:.80}")
-        self._check_bounded()
+            check_token_ids(name, getattr(self, name) or ())
+        check_asked(self.token_ids_logprob, self.allowed_token_ids)
+        object.__setattr__(self, "bad_word_ids", checked_bad_words(self.bad_words, self.bad_word_ids))
         if self.stop:
             check_stop_strings(self.stop)
         if self.stop_regex:
             check_stop_regexes(self.stop_regex)
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-        for token_id, bias in self.logit_bias.items():
-            _check_bias(token_id, bias)
+        check_biases(self.logit_bias)
         if self.given_grammars:
             self._check_grammar()
-
-    def _check_bounded(self) -> None:
-        """Lists that cost something at every token."""
-        if self.allowed_token_ids == ():
-            raise ValueError("allowed_token_ids must hold at least one token id")
-        for name in ("token_ids_logprob", "bad_words"):
-            if len(getattr(self, name)) > MAX_ASKED:
-                raise ValueError(f"{name} takes at most {MAX_ASKED} entries, got {len(getattr(self, name))}")
-        if any(not isinstance(w, str) or not w.strip() or len(w) > MAX_WORD_CHARS for w in self.bad_words):
-            raise ValueError(f"bad_words must hold words of at most {MAX_WORD_CHARS} characters")
-        if self.bad_word_ids:
-            ids = tuple(map(tuple, self.bad_word_ids))
-            if not all(word and all(_is_number(t, int) and t >= 0 for t in word) for word in ids):
-                raise ValueError(f"bad_word_ids must hold lists of token ids, got {ids!r:.80}")
-            object.__setattr__(self, "bad_word_ids", ids)
 
     def _check_grammar(self) -> None:
         """A schema that is a mapping becomes its text."""
@@ -252,17 +236,3 @@ def params_of_prompts(
     if len(params) != num_prompts:
         raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
     return list(params)
-
-
-def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """True and False are integers to Python, but no numbers here."""
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _check_bias(token_id: Any, bias: Any) -> None:
-    if not _is_number(token_id, int) or token_id < 0:
-        raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
-    if not isinstance(bias, (int, float)) or not (abs(bias) <= MAX_FLOAT or bias == -math.inf):
-        raise ValueError(
-            f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
-        )

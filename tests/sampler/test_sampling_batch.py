@@ -115,9 +115,7 @@ def test_allowed_tokens_leave_out_all_others_and_stay_banned_otherwise() -> None
     ("output", "banned"),
     [([], [5]), ([1], [5]), ([1, 2], [3, 5]), ([1, 2, 2], [5]), ([2, 1], [5]), ([3, 1, 2], [0, 3, 5])],
 )
-def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(
-    output: list[int], banned: list[int]
-) -> None:
+def test_the_last_token_of_a_bad_word_is_banned(output: list[int], banned: list[int]) -> None:
     req = make_req(output=output, bad_word_ids=((1, 2, 3), (3, 1, 2, 0), (5,), (2, 99)))
     info = make_info([req, make_req()], 6)
     assert info.banned[0].nonzero().flatten().tolist() == banned

@@ -39,8 +39,8 @@ bug("ReadsNoParents", "All drafts hang from the root.",
 bug("MasksAreUsedAgain", "A batch of the same requests has the masks and the outputs of the step before.",
     ("overlap.in_flight", "        changes |= any(req.needs_output for req in reqs)\n", ""))
 bug("BadWordsOfTheRoot", "Bad words are looked for behind the request's output, not behind each draft.",
-    ("shared.speculation.node_sampling", "ends_of_bad_words(req.sampling_params, text)",
-     "ends_of_bad_words(req.sampling_params, req.output_ids)"))
+    ("shared.speculation.node_sampling", "ends_of_bad_words(params, text)",
+     "ends_of_bad_words(params, req.output_ids)"))
 bug("BadWordsMissTheTokenInFlight", "A bad word is not seen when its begin is in flight.",
     ("shared.types.req", "            or self.sampling_params.bans_sequences\n", ""))
 bug("RunsAheadOfProcessors", "A processor reads a text without the round in flight.",

@@ -42,7 +42,7 @@ bug("LosesANearMatch", "What is held back at the end is lost, and a stop string 
     ("detokenizer", "        elif self._is_finished:\n            text = self._held_text[: _match(",
      "        elif False:\n            text = self._held_text[: _match("))
 bug("GivesTheStopString", "The stop string is part of the text.",
-    ("detokenizer", "_match(self._held_text, finished_reason)[0]", "_match(self._held_text, finished_reason)[1]"))
+    ("detokenizer", "(self._held_text, finished_reason)[0]", "(self._held_text, finished_reason)[1]"))
 bug("CutsAtTheLastOccurrence", "Of two occurrences in one token the first stays.",
     ("detokenizer", "text.index(reason.matched)", "text.rindex(reason.matched)"))
 bug("TrimsAlways", "no_stop_trim has no effect.",

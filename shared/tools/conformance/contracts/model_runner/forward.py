@@ -140,7 +140,7 @@ class PromptLogprobs(Case):
 
 @contract(
     "Prompt log-probabilities are log softmax of the raw logits of the ids that have a token: row r says how "
-    "likely its id was to follow row r's token. The best come first, as many as asked for, then named tokens.",
+    "likely its id was to follow row r's token. The best come first, as many as asked for; then the named.",
     table(
         "lens start num_top num_token_ids",
         ("one prompt", (40,), 0, 3),

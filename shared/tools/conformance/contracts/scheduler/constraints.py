@@ -4,6 +4,7 @@ either."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def tokens_that_are_not_allowed(impl: type[Scheduler], case: Case) -> None:
     for rid, bans in zip(rids, BANS):
         harness.expect_what_it_gets_alone(rid)
         ids = harness.tokens[rid]
-        bad = set(bans.get("bad_word_ids", ())) & {(i,) for i in ids}.union(zip(ids, ids[1:]))
+        bad = set(bans.get("bad_word_ids", ())) & {(i,) for i in ids}.union(pairwise(ids))
         expect_equal("bad words in the answer", bad, set())
         expect_equal("not allowed", set(ids) - set(bans.get("allowed_token_ids", ids)), set())
     harness.expect_idle()
