@@ -230,11 +230,6 @@ class TokenToKVPool(KVTensors):
             self._k[:, targets] = self._k[:, sources]
             self._v[:, targets] = self._v[:, sources]
 
-    @property
-    def num_bytes_per_token(self) -> int:
-        num_layers, _, num_kv_heads, head_dim = self._k.shape
-        return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize
-
 
 def _array(values: Sequence[int]) -> Array:
     return np.fromiter(values, np.int64, len(values))

@@ -169,8 +169,3 @@ class TokenToKVPool(KVTensors):
         # Indexing on the right-hand side copies: all sources are read before a target is written.
         self._k[:, target_slots] = self._k[:, source_slots]
         self._v[:, target_slots] = self._v[:, source_slots]
-
-    @property
-    def num_bytes_per_token(self) -> int:
-        num_layers, _, num_kv_heads, head_dim = self._k.shape
-        return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize

@@ -14,7 +14,7 @@ from diptych.shared.interfaces import (
     TokenToKVPoolAllocator,
 )
 from diptych.shared.interfaces import prefill_adder as interface
-from diptych.shared.scheduling.admission import prefix_key
+from diptych.shared.scheduling.admission import fewest_victims, prefix_key
 from diptych.shared.scheduling.pages import round_down_to_page, round_up_to_page
 from diptych.shared.types import Req
 
@@ -99,19 +99,9 @@ class PrefillAdder(interface.PrefillAdder):
         return AddReqResult.CONTINUE
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
-        candidates = [r for r in self.running if req.priority - r.priority > min_priority_gap]
         num_needed = round_up_to_page(req.num_tokens, self.page_size) + _clipped_max_new(req) + 1
-        missing = num_needed - self.rem_total_tokens
-        candidates.sort(key=lambda r: (r.priority, -r.queue_start_time))
-        victims: list[Req] = []
-        for victim in candidates:
-            if victims and missing <= 0:
-                break
-            victims.append(victim)
-            # Only the victim's own slots; its cached prefix may be shared.
-            missing -= victim.kv_allocated_len - victim.cache_protected_len + self._reservation(victim)
-        if missing > 0:
-            return []
+        less_important = [r for r in self.running if req.priority - r.priority > min_priority_gap]
+        victims = fewest_victims(less_important, num_needed - self.rem_total_tokens, self._reservation)
         self.running = [r for r in self.running if r not in victims]
         self.reserved_tokens -= sum(self._reservation(victim) for victim in victims)
         return victims

@@ -92,7 +92,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "diptych.optimized.sampler:Sampler",
     },
     "drafter": {"reference": "diptych.reference.speculative", "optimized": "diptych.optimized.speculative"},
-    "detokenizer": {"reference": "diptych.shared.text.detokenizer:IncrementalDetokenizer"},
+    "detokenizer": {"reference": "diptych.reference.detokenizer:IncrementalDetokenizer"},
     "draft_tree": {
         "reference": "diptych.reference.speculative.draft_tree:DraftTreeOps",
         "optimized": "diptych.optimized.speculative.draft_tree:DraftTreeOps",

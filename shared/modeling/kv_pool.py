@@ -52,7 +52,8 @@ def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Te
 
 
 class KVTensors(TokenToKVPool):
-    """A pool's K and V of all layers, each in one tensor [num_layers, slots, num_kv_heads, head_dim]."""
+    """A pool's K and V of all layers, each in one tensor [num_layers, slots, num_kv_heads, head_dim]. A panel
+    adds the other methods."""
 
     def __init__(
         self,
@@ -74,6 +75,11 @@ class KVTensors(TokenToKVPool):
         shape = (num_layers, size + page_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        num_layers, _, num_kv_heads, head_dim = self._k.shape
+        return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize
 
 
 class MLARows(MLATokenToKVPool):

@@ -88,6 +88,19 @@ class Preemption(SchedulerFeature):
         return bool(victims)
 
 
+def fewest_victims(candidates: list[Req], num_missing: int, num_reserved: Callable[[Req], int]) -> list[Req]:
+    """The running requests to preempt, at least one, so that `num_missing` tokens become free: the least
+    important ones, of these the latest queued. Empty if all of them do not suffice."""
+    victims: list[Req] = []
+    for victim in sorted(candidates, key=lambda r: (r.priority, -r.queue_start_time)):
+        if victims and num_missing <= 0:
+            break
+        victims.append(victim)
+        # Only the victim's own slots; its cached prefix may be shared.
+        num_missing -= victim.kv_allocated_len - victim.cache_protected_len + num_reserved(victim)
+    return [] if num_missing > 0 else victims
+
+
 def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
     """A reason to end a request that has waited, or run, longer than it may."""
     if req.req_pool_idx is None:

@@ -65,7 +65,7 @@ def options(mode: dict[str, str], of_diff: bool) -> list[str]:
     return [*words, *options]
 
 
-COMPARED = ("plain", "overlap", "tiers", "deterministic")
+COMPARED = ("plain", "overlap", "tiers", "deterministic", "n-gram", "eagle3")
 REFUSED = {("diff", mode) for mode in ("pp", "dp", "dp attention")} | {
     ("soak", mode) for mode in MODES if mode not in COMPARED
 }

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
+from diptych.reference.detokenizer import IncrementalDetokenizer
 from diptych.shared.scheduling.stop_conditions import check_finished
-from diptych.shared.text.detokenizer import IncrementalDetokenizer
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import FinishLength, FinishRegex, FinishString, FinishToken, Req, SamplingParams
 from tests.properties import given, settings, st

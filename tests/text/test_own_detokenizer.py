@@ -12,7 +12,7 @@ import pytest
 from diptych.shared.engine.llm import LLM
 
 LOUD = """
-from diptych.shared.text.detokenizer import IncrementalDetokenizer
+from diptych.reference.detokenizer import IncrementalDetokenizer
 
 class Loud(IncrementalDetokenizer):
     def append(self, *args):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from diptych.shared import registry
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.engine.requests.images import (
     MAX_IMAGES,
@@ -15,11 +16,10 @@ from diptych.shared.engine.requests.images import (
     expand_placeholders,
     pixels_of,
 )
-from diptych.shared.interfaces.detokenizer import TokenText
+from diptych.shared.interfaces.detokenizer import Detokenizer, TokenText
 from diptych.shared.server.api.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.errors import ApiError, bad_request, first_word
-from diptych.shared.text.detokenizer import IncrementalDetokenizer
 from diptych.shared.text.token_bytes import TokenBytes
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import FinishLength, SamplingParams
@@ -184,7 +184,8 @@ def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: 
     """`decode`, which keeps other threads from running until it returns, of a few tokens at a time."""
     if len(ids) <= DECODE_TOKENS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=skip_special_tokens))
+    params = SamplingParams(skip_special_tokens=skip_special_tokens)
+    detokenizer: Detokenizer = registry.load("detokenizer", "reference")(tokenizer, params)
     pieces = [detokenizer.append(ids[i : i + DECODE_TOKENS]) for i in range(0, len(ids), DECODE_TOKENS)]
     return "".join(pieces) + detokenizer.append([], FinishLength(len(ids)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.conformance.mutants.mutant import bugs_in
 
-bug = bugs_in("detokenizer", "shared.text.detokenizer:IncrementalDetokenizer", folder="shared.text.")
+bug = bugs_in("detokenizer", "reference.detokenizer:IncrementalDetokenizer", folder="reference.")
 
 # fmt: off
 

@@ -47,7 +47,7 @@ adder_bug("PreemptedStillReserve", "What preempted requests had reserved is not 
            "pass"))
 adder_bug("SharedPrefixesAreFreed",
           "A prefix that other requests use counts as freed when one of them is preempted.",
-          ("prefill_adder", "victim.kv_allocated_len - victim.cache_protected_len",
+          ("shared.scheduling.admission", "victim.kv_allocated_len - victim.cache_protected_len",
            "victim.kv_allocated_len"))
 adder_bug("FillsAllOfIt", "A request that is cut gets all of its tokens to fill.",
           ("prefill_adder", "req.all_ids[: prefix_len + extend_len]", "req.all_ids"))

@@ -337,9 +337,10 @@ adder_bug("ALoneRequestReservesItsOutput", "A request alone needs room for all o
 adder_bug("MeetsTheInputBudget", "The next request may use the whole input budget.",
           ("prefill_adder", ">= self.rem_input_tokens", "> self.rem_input_tokens"))
 adder_bug("OldestVictimFirst", "Of equal priorities the request that waited longest is preempted.",
-          ("prefill_adder", "(r.priority, -r.queue_start_time)", "(r.priority, r.queue_start_time)"))
+          ("shared.scheduling.admission", "(r.priority, -r.queue_start_time)",
+           "(r.priority, r.queue_start_time)"))
 adder_bug("PreemptsInVain", "Requests are preempted though they do not make enough room.",
-          ("prefill_adder", "if missing > 0:", "if not victims:"))
+          ("shared.scheduling.admission", "return [] if num_missing > 0 else victims", "return victims"))
 adder_bug("MeetsTheGap", "A priority gap that is met suffices.",
           ("prefill_adder", "> min_priority_gap", "> min_priority_gap - 1"))
 adder_bug("WaitsWithoutACache", "A request waits for a prefix that no cache will keep.",

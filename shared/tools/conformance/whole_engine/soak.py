@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_equal, expect_true
@@ -29,6 +30,8 @@ from diptych.shared.tools.conformance.whole_engine.random_load import (
 from diptych.shared.types import FinishAbort, GenerateOutput, SamplingParams, TokenLogprob
 
 NUM_ACTS = 120
+MAX_DRAWS = 20
+"""Of random flags, until they go together with the given ones."""
 DTYPE = "float32"
 WHAT_TO_RUN = ("model", "tokenizer", "load_format", "device", "dtype", "random_seed")
 MAX_STEPS_PER_REQUEST = 400
@@ -106,8 +109,7 @@ class Soak:
         for comparisons. At least one answer is compared. `on_progress` is called often, with the round's
         counts."""
         rng = random.Random(seed)
-        flags = {**random_flags(rng, self.alone.config.model), **self.flags}
-        llm = LLM(**flags)
+        llm = LLM(config=self._random_config(rng))
         start = time.monotonic()
         played = Round(llm, rng, deadline=start + (deadline - start) / 2)
         for number in range(self.num_acts):
@@ -132,6 +134,15 @@ class Soak:
         return Tally(
             num_compared, stats.num_steps, stats.num_retractions, num_cut, num_near_ties, num_uncompared
         )
+
+    def _random_config(self, rng: random.Random) -> EngineConfig:
+        """Random flags that go together with the given ones."""
+        for _ in range(MAX_DRAWS):
+            try:
+                return EngineConfig().updated(**{**random_flags(rng, self.alone.config.model), **self.flags})
+            except ValueError as error:
+                refused = error
+        raise refused
 
     def _compare(self, asked: Asked, answers: list[GenerateOutput]) -> int:
         """Compare the answers. Returns how many diverged at a near tie."""
