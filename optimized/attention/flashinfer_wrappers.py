@@ -4,6 +4,7 @@ waiting for the device. It uses only public names of FlashInfer."""
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,9 @@ that a wrapper allocates by itself.)"""
 NOTHING_SEEN = -4e4
 """Below: the logarithm (base 2) of the softmax's sum for a query that sees nothing. FlashInfer masks with
 -5e4, not -inf: such a query gets a mean of all values."""
+MIN_EXPONENT = {torch.float16: -12, torch.bfloat16: -100}
+"""By which power of two a query of variance 1 may be multiplied, without a loss that its own rounding has
+not."""
 
 
 class Kind(NamedTuple):
@@ -156,7 +160,9 @@ class PlannedWrapper:
         pages = self._pages(k_buffer), self._pages(v_buffer)
         options: dict[str, Any] = {"out": out}
         if k_buffer.dtype == FP8:
-            options |= {"k_scale": kv_scales.k, "v_scale": kv_scales.v}
+            power, k_scale = split_k_scale(kv_scales.k, q.dtype)
+            q = q if power == 1.0 else q * power
+            options |= {"k_scale": k_scale, "v_scale": kv_scales.v}
         if self.mask is None:
             self.wrapper.run(q, pages, **options)
             return
@@ -192,6 +198,16 @@ class PlannedWrapper:
     def _pages(self, buffer: torch.Tensor) -> torch.Tensor:
         """[num_slots, heads, head_dim] -> [num_pages, page_size, heads, head_dim], a view."""
         return buffer.view(-1, self.kind.page_size, *buffer.shape[1:])
+
+
+def split_k_scale(k_scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """K's scale as a power of two of at most 1, by which q is multiplied exactly, and a rest of at least 0.5
+    (less only in float16, of scales below 2^-13).
+
+    FlashInfer masks a score with -5e4 and then multiplies it by the scale. With a scale of 1e-4, masked keys
+    would have the weight of a score of about -1."""
+    exponent = max(min(math.frexp(k_scale)[1], 0), MIN_EXPONENT[dtype])
+    return 2.0**exponent, math.ldexp(k_scale, -exponent)
 
 
 def make_wrapper(
