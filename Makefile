@@ -6,7 +6,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # One more than the cores of a small machine: some tests wait for processes.
 WORKERS ?= 3
-GPU_WORKERS ?= 6
+GPU_WORKERS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 4)))
 # The sample of `make mutants`.
 N ?= 200
 SEED ?= 0
@@ -87,16 +87,16 @@ pytest-all: $(VENV)/.installed-test
 	$(call banner,pytest with the whole grids)
 	@$(RUN_TESTS) -m "not gpu"
 
-# Tests of several GPUs run one after another: ranks that share GPUs with other processes wait for each other's turns.
-# With one GPU there are none, which is status 5.
+# More workers than cores: some wait for a kernel that another one compiles. They take the tests in order
+# (tests/gpu/session.py). Tests of several GPUs run one after another: ranks that share GPUs with other processes
+# wait for each other's turns. With one GPU there are none, which is status 5.
 # The reports are what docs/generators/record_gpu_tests.py records.
 GPU_REPORTS = build/gpu-tests
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
-	@$(BIN)/python -m pytest -m "gpu and not gpus" -n $(GPU_WORKERS) --junitxml $(GPU_REPORTS)/one.xml
+	@$(BIN)/python -m pytest -m "gpu and not gpus or contract" -n $(GPU_WORKERS) --dist load --maxschedchunk 2 \
+	  --junitxml $(GPU_REPORTS)/one.xml
 	@$(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest tests/conformance/test_contracts.py -m "not gpu" -n $(GPU_WORKERS) \
-	  --junitxml $(GPU_REPORTS)/contracts.xml
 
 # With the priority of a background job. A second call goes on where the first was interrupted.
 mutants: $(VENV)/.installed-test

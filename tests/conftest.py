@@ -1,6 +1,7 @@
 """Settings of every test: no network, one thread, a fixed seed, and no GPU test that quietly does not run."""
 
 import gc
+import importlib
 import importlib.util
 import os
 from collections import Counter
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # trio's takes a second, to seed what no test uses
 # Read by torch when it is imported, and by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # instead of a pool of each worker
 
 import pytest
 
@@ -27,6 +29,11 @@ def cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if HAS_GPU and cuda_is_available():
+        config.pluginmanager.register(importlib.import_module("tests.gpu.session"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,12 +109,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _missing(item: pytest.Item) -> str:
-    """What a test needs and this computer lacks: GPUs, or a library. Empty: nothing."""
+    """What a test needs and this computer lacks: GPUs, compiled modules, or a library. Empty: nothing."""
     for marker in item.iter_markers("gpus"):
         import torch
 
         if torch.cuda.device_count() < marker.args[0]:
             return f"{marker.args[0]} GPUs"
+    if cuda_is_available():
+        for marker in item.iter_markers("compiled"):
+            from tests.gpu.flashinfer_modules import missing
+
+            if missing(marker.args):
+                return "compiled modules of FlashInfer (python -m tests.gpu.flashinfer_modules --all)"
     libraries = (name for marker in item.iter_markers("library") for name in marker.args)
     return next((name for name in libraries if importlib.util.find_spec(name) is None), "")
 

@@ -23,7 +23,7 @@ MODULES = ("diptych.optimized.attention.flashinfer_wrappers", "diptych.optimized
 
 
 class Wrapper:
-    """Of decoding and of prompts: the arguments that ours passes."""
+    """Decoding or prompts, with the arguments that our side passes."""
 
     is_cuda_graph_enabled = False
 

@@ -10,14 +10,26 @@ from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, clauses_of
 from tests.conformance.fast_cut import fast_cases
+from tests.gpu.flashinfer_modules import modules_of
+
+ON_THE_HOST = (
+    "schedule_policy", "prefill_adder", "scheduler", "radix_cache", "chunk_cache", "detokenizer",
+    "expert_balancer", "transport",
+)  # fmt: skip
+"""Components without a tensor on a GPU: `make test-gpu` leaves them out."""
 
 
-def marks(component: str, choice: str) -> list[Any]:
-    """Off a GPU the panel's own choice of attention is `triton`, which is there under its name."""
-    needs_gpu = registry.needs_cuda(component, choice) or (
-        choice == "optimized" and component in ("attention", "mla_attention")
-    )
-    return [pytest.mark.gpu] if needs_gpu else []
+def marks(component: str, choice: str, clause: Clause, case: Any, is_fast: bool) -> list[Any]:
+    """Off a GPU the panel's own choice of attention is `triton`, which is there under its name. On a GPU,
+    flex_attention compiles for seconds in most cases."""
+    is_left_out = component in ON_THE_HOST or (choice == "flex_attention" and not is_fast)
+    marks = [] if is_left_out else [pytest.mark.contract]
+    needs_cuda = registry.needs_cuda(component, choice)
+    if needs_cuda or (choice == "optimized" and component in ("attention", "mla_attention")):
+        marks.append(pytest.mark.gpu)
+    if needs_cuda or (choice == "optimized" and component == "attention"):
+        marks.append(pytest.mark.compiled(*modules_of(choice, clause.name, case)))
+    return marks
 
 
 def cases() -> list[Any]:
@@ -41,7 +53,7 @@ def cases() -> list[Any]:
                             case,
                             id=name.replace(" ", "_"),
                             marks=[
-                                *marks(component, choice),
+                                *marks(component, choice, clause, case, case.name in half[clause.name]),
                                 *([] if case.name in fast[clause.name] else [pytest.mark.full]),
                             ],
                         )

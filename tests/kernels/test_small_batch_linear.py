@@ -211,26 +211,29 @@ def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
     assert parts == {1, 2, 3, 4}
 
 
+LARGE = [
+    Case("warp_gemv", 1, 4096, 1024),
+    Case("warp_gemv", 4, 1024, 3072),
+    Case("warp_gemv", 1, 1536, 4096),
+    Case("cta_gemv", 1, 6144, 4096),
+    Case("cta_gemv", 1, 4096, 4096),
+    Case("cta_gemv", 1, 5120, 5120),
+    Case("sliced_k_gemm", 16, 1024, 2048),
+    Case("tiled_gemm", 13, 1024, 4096, margin=8),
+    Case("tiled_gemm", 32, 1030, 4096, margin=8),
+    Case("tiled_gemm", 61, 1024, 12288, margin=8),
+    Case("tiled_gemm", 61, 1024, 4096),
+    Case("tiled_gemm", 61, 1024, 1024, margin=8),
+]
+LONGEST_ROWS = Case("warp_gemv", 1, 640, 17408)
+"""A down projection, which adds to the residual: its kernel takes a minute to compile."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("warp_gemv", 1, 4096, 1024),
-        Case("warp_gemv", 4, 1024, 3072),
-        Case("warp_gemv", 1, 1536, 4096),
-        Case("warp_gemv", 1, 640, 17408),
-        Case("cta_gemv", 1, 6144, 4096),
-        Case("cta_gemv", 1, 4096, 4096),
-        Case("cta_gemv", 1, 5120, 5120),
-        Case("sliced_k_gemm", 16, 1024, 2048),
-        Case("tiled_gemm", 13, 1024, 4096, margin=8),
-        Case("tiled_gemm", 32, 1030, 4096, margin=8),
-        Case("tiled_gemm", 61, 1024, 12288, margin=8),
-        Case("tiled_gemm", 61, 1024, 4096),
-        Case("tiled_gemm", 61, 1024, 1024, margin=8),
-    ],
-    ids=name_of,
+    ("case", "check"),
+    [*((case, check) for case in LARGE for check in CHECKS), (LONGEST_ROWS, check_linear_add)],
+    ids=lambda value: name_of(value) if isinstance(value, Case) else value.__name__.removeprefix("check_"),
 )
 def test_large(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     run(check, replace(case, dtype=torch.bfloat16), monkeypatch)

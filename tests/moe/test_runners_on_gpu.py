@@ -16,6 +16,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.contracts.moe.experts import experts64
 from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import Experts, expected
+from tests.gpu.flashinfer_modules import EXPERTS
 
 pytestmark = pytest.mark.gpu
 
@@ -58,9 +59,15 @@ def make(kind: str, num_tokens: int, num_used: int, **options: Any) -> tuple[Any
     return dense, x, topk, lambda: experts64(x, topk, *matrices, case.swiglu_limit).cuda()
 
 
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    needs = table.NEEDS[name]
+    compiled = [pytest.mark.compiled(EXPERTS)] if needs.note == table.COMPILES else []
+    return [pytest.mark.library(needs.library), *compiled]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
-    [pytest.param(*case, marks=pytest.mark.library(table.NEEDS[case[0]].library)) for case in WEIGHTS],
+    [pytest.param(*case, marks=marks(case[0])) for case in WEIGHTS],
     ids=lambda value: str(value),
 )
 def test_runner(name: str, kind: str, options: dict[str, Any]) -> None:

@@ -1,0 +1,120 @@
+"""A session of tests on a GPU, as a plugin of pytest: each kernel is compiled once, whichever test needs it.
+
+Triton: processes share its cache on disk. Here a lock of each kernel lets one process compile it; the others
+wait and load it. FlashInfer: a process of the session compiles `flashinfer_modules.BUILT` while other tests
+run; tests that may need a module come last, and FlashInfer's own lock lets them wait.
+
+A worker whose CUDA context is lost, by an error in a kernel, ends after that test: every later test would
+fail. pytest-xdist starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.house.tree import ROOT
+
+LOCKS = Path(tempfile.gettempdir(), f"diptych-kernels-{os.getuid()}")
+BUILD_LOG = ROOT / "build" / "gpu-tests" / "flashinfer.txt"
+LOST = "AcceleratorError"
+"""torch's name of an error after which the CUDA context of the process is unusable."""
+FIRST = ("tests/gpu/test_soak.py", "tests/kernels/")
+"""Long tests, and tests of many kernels."""
+MAY_COMPILE = ("flashinfer", "fa3", "optimized")
+"""Backends of attention that use FlashInfer; the default backend uses FA3 for prompts."""
+
+
+def compiled_once(compile_kernel: Callable[..., Any], locks: Path = LOCKS) -> Callable[..., Any]:
+    """Triton's `compile`, in one process at a time for each kernel."""
+
+    @functools.wraps(compile_kernel)
+    def locked(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+        settings = sorted((options or {}).items())
+        key = hashlib.sha256(f"{src.hash()} {target} {settings}".encode()).hexdigest()
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / key).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_kernel(src, target, options, **more)
+
+    return locked
+
+
+def rank(item: pytest.Item) -> int:
+    """The order of the tests: long ones, other ones, contracts, those that wait for FlashInfer's modules, and
+    at last the reference's contracts."""
+    name, params = item.nodeid, getattr(item, "callspec", None)
+    values = {} if params is None else params.params
+    backend = values.get("backend", values.get("choice"))
+    waits = "flashinfer" in name or "fa3" in name or backend in MAY_COMPILE
+    waits = waits and values.get("component", "attention") in ("attention", "mla_attention")
+    if "test_contracts.py" in name:
+        return 5 if backend == "reference" else 4 if waits else 2
+    return 0 if name.startswith(FIRST) else 3 if waits else 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=rank)
+
+
+_build: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import triton.compiler
+
+    triton.compiler.compile = compiled_once(triton.compiler.compile)
+    markers = config.option.markexpr
+    is_worker, wants_one_gpu = hasattr(config, "workerinput"), "gpu" in markers and markers != "gpus"
+    if wants_one_gpu and not is_worker and not config.option.collectonly and _has_flashinfer():
+        BUILD_LOG.parent.mkdir(parents=True, exist_ok=True)
+        with BUILD_LOG.open("w") as log:
+            command = [sys.executable, "-m", "tests.gpu.flashinfer_modules"]
+            _build.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True))
+
+
+def _has_flashinfer() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def pytest_unconfigure() -> None:
+    for process in _build:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+_lost: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.excinfo is not None and call.excinfo.typename == LOST:
+        _lost.append(item.nodeid)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    if nodeid in _lost and "PYTEST_XDIST_WORKER" in os.environ:
+        time.sleep(1.0)  # the report is on its way
+        os._exit(1)

@@ -1,0 +1,130 @@
+"""What a session on a GPU does before and around its tests, on the CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.shared import registry
+from tests.conformance.test_contracts import cases
+from tests.gpu import flashinfer_modules, session
+from tests.gpu.flashinfer_modules import BUILT, EXPERTS, Module, missing, modules_of
+
+
+class Source:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def hash(self) -> str:
+        return self.name
+
+
+def compile_slowly(folder: Path, name: str) -> None:
+    """Like Triton's `compile`: a result on disk is loaded."""
+
+    def compile_kernel(src: Source, target: Any = None, options: Any = None) -> str:
+        done = folder / f"{src.name} {options}"
+        if not done.exists():
+            with (folder / "log").open("a") as log:
+                log.write(f"{done.name}\n")
+            time.sleep(0.3)
+            done.touch()
+        return done.name
+
+    session.compiled_once(compile_kernel, folder / "locks")(Source(name), "sm_90", {"num_warps": 4})
+
+
+def test_one_process_compiles_a_kernel_and_the_others_wait(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=compile_slowly, args=(tmp_path, name)) for name in "aabab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 5
+    assert sorted((tmp_path / "log").read_text().split("\n")[:-1]) == sorted(
+        f"{name} {{'num_warps': 4}}" for name in "ab"
+    )
+
+
+def item(nodeid: str, **params: Any) -> Any:
+    return SimpleNamespace(nodeid=nodeid, callspec=SimpleNamespace(params=params))
+
+
+def test_tests_that_wait_for_a_compiler_come_last() -> None:
+    contract = "tests/conformance/test_contracts.py::test_clause"
+    ordered = [
+        item("tests/gpu/test_soak.py::test_rounds_hold[tiny-dense]"),
+        item("tests/gpu/test_waits.py::test_a_step", backend="triton"),
+        item(f"{contract}[models]", component="models", choice="optimized"),
+        item("tests/gpu/test_waits.py::test_a_step", backend="optimized"),
+        item(f"{contract}[fa3]", component="attention", choice="fa3"),
+        item(f"{contract}[reference]", component="attention", choice="reference"),
+    ]
+    shuffled = [ordered[i] for i in (4, 0, 5, 2, 3, 1)]
+    assert sorted(shuffled, key=session.rank) == ordered
+
+
+@pytest.fixture(scope="module")
+def attention_cases() -> list[Any]:
+    return [
+        each.values[1:]
+        for each in cases()
+        if each.values[0] == "attention" and registry.needs_cuda("attention", each.values[1])
+    ]
+
+
+def test_most_cases_need_only_what_a_session_compiles(attention_cases: list[Any]) -> None:
+    needed = [modules_of(choice, clause.name, case) for choice, clause, case in attention_cases]
+    left_out = [modules for modules in needed if not modules <= set(BUILT)]
+    assert len(left_out) < len(needed) / 10
+    assert {module for module in BUILT if module.kernels != "mla"} <= set().union(*needed)
+
+
+def test_a_module_that_is_compiled_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uri(kernels: str) -> Callable[..., str]:
+        return lambda *variant: f"{kernels}-{variant[-5]}"
+
+    env = SimpleNamespace(FLASHINFER_JIT_DIR=tmp_path / "jit", FLASHINFER_AOT_DIR=tmp_path / "aot")
+    names = {"get_batch_decode_uri": "decode", "get_batch_mla_uri": "mla", "get_batch_prefill_uri": "prefill"}
+    functions = {name: uri(kernels) for name, kernels in names.items()}
+    jit = SimpleNamespace(env=env, **functions)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    wanted = [EXPERTS, Module("decode", head_dim=128), Module("fa2", head_dim=256)]
+    for found in (None, jit):
+        monkeypatch.setattr(flashinfer_modules, "_known", {})
+        monkeypatch.setattr(flashinfer_modules.importlib.util, "find_spec", {"flashinfer": found}.get)
+        assert not missing(BUILT)
+        assert all(missing([module]) for module in wanted)
+    for folder, name in (("jit", "fused_moe_90"), ("aot", "decode-128"), ("jit", "prefill-256")):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / name / f"{name}.so").touch()
+    monkeypatch.setattr(flashinfer_modules, "_known", {})
+    assert not missing(wanted)
+    assert missing([*wanted, Module("fa3", head_dim=256, has_window=True)]) is False
+    assert missing([*wanted, Module("fa2", head_dim=128)])
+
+
+def test_modules_are_compiled_unless_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[torch.dtype] = []
+
+    def spec(module: Module) -> Any:
+        return SimpleNamespace(
+            name=module.kernels,
+            is_compiled=module.kernels == "decode",
+            build=lambda verbose: built.append(module.dtype),
+        )
+
+    monkeypatch.setattr(Module, "spec", spec)
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    lines = list(flashinfer_modules.build([Module("fa2", torch.float16), Module("decode")]))
+    assert [line.split()[-1] for line in lines] == ["fa2", "decode"]
+    assert built == [torch.float16]
