@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import cycle
 from typing import Any
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.dialects.parts.choose import choose_dialect, reasoning_fields
 from diptych.shared.engine.processes.start import start_assembly
 from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from diptych.shared.engine.requests.embedding import (
@@ -21,6 +23,7 @@ from diptych.shared.engine.requests.lora_adapters import adapters_of
 from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.engine.requests.prompts import Prompt, prompt_list
 from diptych.shared.engine.requests.submission import LiveRequests, Submission
+from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.sampling.processors import LogitProcessor
 from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams
 from diptych.shared.types.sampling_params import params_of_prompts
@@ -113,17 +116,31 @@ class LLM:
         template_args: the template's own switches, such as enable_thinking. Keywords and result as in
         `generate`; a grammar applies behind the reasoning block, if the model writes one. Raises `ValueError`
         for a model without a chat template."""
-        keywords.setdefault("reasoning_first", True)
-        return self.generate(self.chat_prompt(messages, **(template_args or {})), sampling_params, **keywords)
+        prompt, ending = self._conversation(messages, dict(template_args or {}))
+        assert self.tokenizer is not None, "it has written the prompt"
+        reasoning = reasoning_fields(self.dialect, ending, self.tokenizer)
+        return self.generate(prompt, sampling_params, **{**reasoning, **keywords})
 
     def chat_prompt(self, messages: Sequence[Message], /, **template_args: Any) -> list[int] | ImagesPrompt:
         """The prompt of a conversation, for `generate` and `stream`: token ids, and images if it has some."""
+        return self._conversation(messages, template_args)[0]
+
+    def _conversation(
+        self, messages: Sequence[Message], template_args: dict[str, Any]
+    ) -> tuple[list[int] | ImagesPrompt, str]:
+        """The prompt, and what the chat template wrote behind the last message."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
         plain, images = take_images(messages)
         template_args.setdefault("max_chars", (self.config.context_len or 0) * self.tokenizer.max_token_bytes)
-        prompt_ids = self.tokenizer.chat(plain, **template_args)
-        return ImagesPrompt(prompt_ids, images) if images else prompt_ids
+        markers = (self.dialect.reasoning or ())[:2]
+        prompt = self.tokenizer.conversation(plain, ending_with=markers, **template_args)
+        return ImagesPrompt(prompt.ids, images) if images else prompt.ids, prompt.ending
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and tool calls."""
+        return choose_dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, **keywords: Any

@@ -38,6 +38,18 @@ class EngineFlags:
     """Weights are read from safetensors files, one tensor at a time."""
     tokenizer: str | None = flag(MODEL, None, "Folder or id of the tokenizer. Default: the model's.")
     """Needed only where the model folder has none."""
+    tool_call_parser: str = flag(
+        MODEL,
+        "auto",
+        "How the model writes tool calls: a dialect's name, or file.py:Class. Default: by its template.",
+    )
+    """A wrong one shows calls as text. `none`: the model calls no tools, and a request cannot demand it."""
+    reasoning_parser: str = flag(
+        MODEL,
+        "auto",
+        "Markers of the model's reasoning: a name of SGLang's, or none. Default: the dialect's.",
+    )
+    """A wrong one shows the reasoning as the answer."""
     load_format: Literal["auto", "dummy"] = flag(
         MODEL, "auto", "dummy: seeded random weights, only config.json is needed."
     )

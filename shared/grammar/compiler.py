@@ -20,7 +20,7 @@ from typing import Any
 
 from diptych.shared.grammar.lanes import LONG_BYTES, Lane
 from diptych.shared.grammar.matcher import MatcherGrammar
-from diptych.shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
+from diptych.shared.grammar.reasoning import ReasoningGrammar
 from diptych.shared.grammar.spec import GrammarSpec, spec_of
 from diptych.shared.grammar.worker import read_frame, write_frame
 from diptych.shared.interfaces.grammar import Grammar
@@ -42,6 +42,8 @@ NUM_TRIES = 2
 """A worker may be ended by others, or by lack of memory: the next one gets the same grammar."""
 CRASHES = frozenset([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
 """How a grammar ends its worker."""
+UNSPELLABLE = b"\xff"
+"""Begins no character in UTF-8."""
 MISSING = "structured output needs xgrammar: pip install 'diptych[grammar]'"
 ROOT = Path(__file__).parents[3]
 
@@ -71,11 +73,6 @@ class GrammarCompiler:
     def lanes(self) -> tuple[Lane, Lane]:
         """The lane of short texts, and that of long ones."""
         return Lane(), Lane()
-
-    @cached_property
-    def reasoning(self) -> ReasoningTokens | None:
-        """The markers of a reasoning block; None: the model has none."""
-        return ReasoningTokens.of(self.tokenizer) if self.tokenizer is not None else None
 
     def submit(self, params: SamplingParams, client: str = "") -> Future[Any] | None:
         """The compiled grammar of a request, for `grammar_for`; None: it needs none. Returns at once. Raises
@@ -112,11 +109,11 @@ class GrammarCompiler:
     def grammar_for(self, req: Req, compiled: Any) -> Grammar:
         """A grammar of the request's own, at its beginning."""
         grammar: Grammar = MatcherGrammar(import_xgrammar().GrammarMatcher(compiled))
-        if req.sampling_params.reasoning_first and self.reasoning is not None:
-            is_open = self.reasoning.is_open_after(req.prompt_text_ids)
-            if is_open is not False:  # else the prompt has a block that is complete
-                eos = self.stop_token_ids
-                grammar = ReasoningGrammar(grammar, self.reasoning, bool(is_open), eos)
+        params = req.sampling_params
+        if params.reasoning_end:
+            grammar = ReasoningGrammar(
+                grammar, params.reasoning_start, params.reasoning_end, self.stop_token_ids
+            )
         return grammar
 
     def as_text(self, params: SamplingParams) -> str:
@@ -183,12 +180,13 @@ class GrammarCompiler:
         raise ValueError(f"{spec.kind}: {problem}")
 
     def _tokenizer_info(self) -> Any:
-        """The bytes of every token. Special tokens have none, so no grammar allows them."""
+        """The bytes of every token. Those of special tokens are no UTF-8, so no text of a grammar allows one;
+        a structural tag that names the token does."""
         assert self.tokenizer is not None
         xgrammar, token_bytes = import_xgrammar(), TokenBytes(self.tokenizer)
         special = self.tokenizer.special_ids
         return xgrammar.TokenizerInfo(
-            [b"" if i in special else token_bytes.of(i) for i in range(self.num_token_ids)],
+            [UNSPELLABLE * (i in special) + token_bytes.of(i) for i in range(self.num_token_ids)],
             xgrammar.VocabType.RAW,
             vocab_size=self.num_token_ids,
             stop_token_ids=sorted(self.stop_token_ids),

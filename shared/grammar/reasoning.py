@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from diptych.shared.grammar.matcher import BaseGrammar
 from diptych.shared.interfaces.grammar import Grammar
-from diptych.shared.text.tokenizer import Tokenizer
-
-THINK_START, THINK_END = "<think>", "</think>"
-
-
-class ReasoningTokens(NamedTuple):
-    """Ids of the tokens around a reasoning block."""
-
-    start: int
-    end: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ReasoningTokens | None:
-        """None for a tokenizer in which the markers are not one token each."""
-        start, end = tokenizer.token_to_id(THINK_START), tokenizer.token_to_id(THINK_END)
-        return None if start is None or end is None else cls(start, end)
-
-    def is_open_after(self, prompt_ids: Sequence[int]) -> bool | None:
-        """Whether a block is open at the prompt's end; None: the prompt has neither marker."""
-        for token_id in reversed(prompt_ids):
-            if token_id in self:
-                return token_id == self.start
-        return None
 
 
 class ReasoningGrammar(BaseGrammar):
     """Inside the block all tokens are allowed but end-of-sequence tokens: an answer has to follow. Behind it
-    the inner grammar holds. `is_open`: the prompt has begun the block; else the output may begin one with its
-    first token."""
+    the inner grammar holds. start: the token with which the output may begin a block; None: the prompt has
+    begun it. end: the ids that end it, one after another."""
 
     def __init__(
-        self, inner: Grammar, tokens: ReasoningTokens, is_open: bool, eos_token_ids: frozenset[int]
+        self, inner: Grammar, start: int | None, end: Sequence[int], eos_token_ids: frozenset[int]
     ) -> None:
         self._inner = inner
-        self._tokens = tokens
-        self._is_open = is_open
+        self._block_start = start
+        self._block_end = list(end)
         self._eos_token_ids = eos_token_ids
 
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -55,9 +31,9 @@ class ReasoningGrammar(BaseGrammar):
                 _set_bit(mask, token_id, 0)
             return mask
         mask = self._inner.next_tokens(output_ids[start:], vocab_size)
-        if not output_ids:
+        if not output_ids and self._block_start is not None:
             mask = mask.clone()
-            _set_bit(mask, self._tokens.start, 1)
+            _set_bit(mask, self._block_start, 1)
         return mask
 
     def next_tokens_at_nodes(
@@ -74,10 +50,15 @@ class ReasoningGrammar(BaseGrammar):
 
     def _start(self, output_ids: Sequence[int]) -> int | None:
         """Where the constrained text begins; None: the block is open."""
-        if not self._is_open and (not output_ids or output_ids[0] != self._tokens.start):
+        if self._block_start is not None and (not output_ids or output_ids[0] != self._block_start):
             return 0
-        ids = list(output_ids)
-        return ids.index(self._tokens.end) + 1 if self._tokens.end in ids else None
+        ids, end, at = list(output_ids), self._block_end, 0
+        while end[0] in ids[at:]:
+            at = ids.index(end[0], at)
+            if ids[at : at + len(end)] == end:
+                return at + len(end)
+            at += 1
+        return None
 
 
 def _set_bit(mask: torch.Tensor, token_id: int, bit: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from diptych.shared.types import SamplingParams
@@ -15,9 +15,6 @@ MAX_DEPTH = 32
 """Nested brackets: objects and arrays of a JSON document, groups of a regex or of EBNF."""
 MAX_REPETITIONS = 10_000
 """The largest bound of a repetition, such as maxItems or {m,n}."""
-ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
-"""The schema of a tool whose arguments have none."""
-
 Kind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
 _BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -56,27 +53,6 @@ def spec_of(params: SamplingParams) -> GrammarSpec | None:
 def choice_to_ebnf(choice: Sequence[str]) -> str:
     """One of the texts, literally."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
-
-
-def tool_call_tag(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_parallel: bool) -> str:
-    """A structural tag for calls of these tools (name, schema of the arguments), in the form that
-    `diptych.shared.server.api.parsers.ToolParser` reads. `is_parallel`: one call or more; else exactly
-    one."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
-            "content": {
-                "type": "json_schema",
-                "json_schema": schema or ANY_ARGUMENTS,
-                "max_whitespace_cnt": 1,
-            },
-            "end": "}\n</tool_call>",
-        }
-        for name, schema in tools
-    ]
-    several = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
-    return json.dumps({"type": "structural_tag", "format": {**several, "stop_after_first": not is_parallel}})
 
 
 def check_limits(spec: GrammarSpec) -> None:

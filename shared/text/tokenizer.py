@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+from diptych.shared.text.inert import BREAKER, Inert
 
 TEMPLATE_SECONDS = 1.0
 """Time limit of a chat template: it comes with the model, and may loop."""
@@ -17,7 +20,17 @@ TEMPLATE_SECONDS = 1.0
 TEMPLATE_DATA = ("documents",)
 """Parameters of `apply_chat_template` that are no options of it, but data for the template."""
 
+MAX_ENDING_CHARS = 1000
+"""What a chat template writes behind the last message."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Conversation(NamedTuple):
+    """The prompt of a conversation. `ending`: what the chat template wrote behind the last message."""
+
+    ids: list[int]
+    ending: str
 
 
 class Tokenizer:
@@ -82,14 +95,72 @@ class Tokenizer:
         max_chars: int | None = None,
         **template_args: Any,
     ) -> list[int]:
-        """A conversation (`{"role": ..., "content": ...}`) as a prompt, by the model's chat template.
+        """A conversation (`{"role": ..., "content": ...}`) as a prompt, by the model's chat template. What
+        is spelled like a special token in a message is plain text.
 
         max_chars: of the prompt's text; a longer one is refused before it is tokenized. `template_args` are
         the template's own switches, such as enable_thinking. Raises `ValueError` when there is no template or
         it refuses the messages, for malformed ones, and for names of `template_args` that are reserved."""
+        return self.conversation(
+            messages,
+            tools=tools,
+            max_chars=max_chars,
+            add_generation_prompt=add_generation_prompt,
+            **template_args,
+        ).ids
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: list[dict[str, Any]] | None = None,
+        max_chars: int | None = None,
+        inert: Inert | None = None,
+        ending_with: Sequence[str] = (),
+        **template_args: Any,
+    ) -> Conversation:
+        """As `chat`, with what the template wrote behind the last message, if one of `ending_with` may be in
+        it. inert: default, of the special tokens alone."""
+        check_messages(messages)
+        inert = inert or self.inert
+        plain, plain_tools = [inert(dict(message)) for message in messages], inert(tools)
+        text = self.render(plain, tools=plain_tools, max_chars=max_chars, **template_args)
+        ending = ""
+        if any(marker in text[-MAX_ENDING_CHARS:] for marker in ending_with):
+            without = self.render(
+                plain, tools=plain_tools, **{**template_args, "add_generation_prompt": False}
+            )
+            ending = text[_num_equal(text, without) :]
+        pieces = text.split(BREAKER)
+        return Conversation([i for piece in pieces for i in self.encode(piece, False)], ending)
+
+    @cached_property
+    def inert(self) -> Inert:
+        """For the spellings of special tokens."""
+        added = self.hf_tokenizer.added_tokens_decoder
+        return Inert(added[token_id].content for token_id in self.special_ids)
+
+    @property
+    def chat_template(self) -> str:
+        """The template for conversations with tools; "": there is none."""
+        template = self.hf_tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
+        return template or ""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: list[dict[str, Any]] | None = None,
+        max_chars: int | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_args: Any,
+    ) -> str:
+        """The text that the chat template makes of a conversation. Raises as `chat`."""
         if not self.hf_tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give a text instead of messages")
-        check_messages(messages)
         if template_args:
             self.check_template_args(template_args)
         from jinja2 import TemplateError
@@ -99,10 +170,11 @@ class Tokenizer:
         bound_templates()
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template"):
-                text = self.hf_tokenizer.apply_chat_template(
+                text: str = self.hf_tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
                     tokenize=False,
                     **template_args,
                 )
@@ -114,13 +186,13 @@ class Tokenizer:
             ) from None
         if max_chars is not None and len(text) > max_chars:
             raise ValueError(f"the conversation has {len(text)} characters; the context holds {max_chars}")
-        return self.encode(text, add_special_tokens=False)  # the template has written them
+        return text
 
     def check_template_args(self, names: Iterable[str]) -> None:
         """Raise `ValueError` for a name that is no switch of the template, but a parameter of `chat` or of
         `transformers`: among these is the template itself."""
         reserved = {"self", "conversations"}
-        for function in (self.chat, self.hf_tokenizer.apply_chat_template):
+        for function in (self.chat, self.conversation, self.render, self.hf_tokenizer.apply_chat_template):
             reserved |= set(inspect.signature(function).parameters)
         for name in names:
             if name in reserved and name not in TEMPLATE_DATA:
@@ -152,6 +224,18 @@ def check_messages(messages: Any) -> None:
             raise ValueError(
                 f"content of message {i} must be a text or a list of parts, got {type(content).__name__}"
             )
+
+
+def _num_equal(a: str, b: str) -> int:
+    """Length of the common beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _plain_decoder(hf_tokenizer: Any) -> Any:

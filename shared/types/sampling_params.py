@@ -46,11 +46,12 @@ LISTS = (
     "stop_token_ids",
     "stop_regex",
     "choice",
+    "reasoning_end",
     "allowed_token_ids",
     "bad_words",
     "token_ids_logprob",
 )
-TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob", "reasoning_end")
 WITHOUT_ZERO = ("top_p", "repetition_penalty")
 BOOLEANS = (
     "ignore_eos",
@@ -58,7 +59,6 @@ BOOLEANS = (
     "skip_special_tokens",
     "return_logprob",
     "json_object",
-    "reasoning_first",
 )
 
 
@@ -105,7 +105,8 @@ class SamplingParams:
     ebnf: str | None = None  # a text of the rule `root`
     choice: tuple[str, ...] | None = None  # one of these texts
     structural_tag: str | None = None  # xgrammar's format: tags with a JSON schema inside
-    reasoning_first: bool = False  # a reasoning block may come before the constrained text
+    reasoning_end: tuple[int, ...] = ()  # tokens up to which the output is free, as in a reasoning block
+    reasoning_start: int | None = None  # only an output that begins with this token is free; None: any is
 
     def __post_init__(self) -> None:
         for name in LISTS:
@@ -149,6 +150,8 @@ class SamplingParams:
             check_token_ids(name, getattr(self, name) or ())
         check_asked(self.token_ids_logprob, self.allowed_token_ids)
         object.__setattr__(self, "bad_word_ids", checked_bad_words(self.bad_words, self.bad_word_ids))
+        if self.reasoning_start is not None:
+            check_token_ids("reasoning_start", (self.reasoning_start,))
         if self.stop:
             check_stop_strings(self.stop)
         if self.stop_regex:

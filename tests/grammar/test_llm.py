@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from diptych.shared.engine.llm import LLM
-from diptych.shared.grammar.reasoning import ReasoningTokens
 from diptych.shared.types import FinishLength, FinishToken, GenerateOutput, SamplingParams
 
 PERSON = {
@@ -166,17 +165,11 @@ def test_a_grammar_ends_a_request_that_ignores_the_end(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "flags", [{}, OVERLAP, {**EAGLE3, **OVERLAP}], ids=["normal", "overlap", "speculation"]
 )
-def test_a_grammar_begins_behind_the_reasoning_block(
-    llm: LLM, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_begins_behind_the_reasoning_block(llm: LLM, flags: dict[str, Any]) -> None:
     other = engine(llm, flags)
     assert llm.tokenizer is not None
     comma, three = (llm.tokenizer.encode(text, add_special_tokens=False)[0] for text in (",", "3"))
-    tokens = ReasoningTokens(three, comma)
-    monkeypatch.setattr(llm.assembly.grammars, "reasoning", tokens)
-    prompt = [
-        i for i in llm.chat_prompt([{"role": "user", "content": "Count from 3 to 9."}]) if i not in tokens
-    ]
+    prompt = llm.chat_prompt([{"role": "user", "content": "Count from 3 to 9."}])
 
     def begin(output_ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
         """The model would begin a block by itself."""
@@ -184,15 +177,15 @@ def test_a_grammar_begins_behind_the_reasoning_block(
             logits[row, three] += 0 if ids else 100
         return logits
 
-    for asked, processor, has_block in (
-        ([*prompt, three], None, True),  # the prompt has opened a block
-        (prompt, begin, True),
-        ([*prompt, three, comma], begin, False),  # and closed it
+    for span, processor, has_block in (
+        ({"reasoning_end": (comma,)}, None, True),  # the prompt has opened a block
+        ({"reasoning_end": (comma,), "reasoning_start": three}, begin, True),
+        ({}, begin, False),
     ):
         output = other.generate(
-            asked,
+            prompt,
             regex="[ab]{5}",
-            reasoning_first=True,
+            **span,
             temperature=0,
             logit_processor=processor,
             progress=False,
@@ -200,7 +193,7 @@ def test_a_grammar_begins_behind_the_reasoning_block(
         ids = output.output_ids  # type: ignore[union-attr]
         start = ids.index(comma) + 1 if has_block else 0
         behind = llm.tokenizer.decode(ids[start:], skip_special_tokens=True)
-        assert re.fullmatch("[ab]{5}", behind), (asked, output)
+        assert re.fullmatch("[ab]{5}", behind), (span, output)
 
 
 def test_flushing_forgets_grammars(llm: LLM) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from diptych.shared.grammar import matcher as module
 from diptych.shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
-from diptych.shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
+from diptych.shared.grammar.reasoning import ReasoningGrammar
 from diptych.shared.interfaces.grammar import Grammar
 from diptych.shared.tools.conformance.oracles.brackets import CLOSE, END, OPEN, BracketMatcher
 
@@ -70,13 +70,12 @@ def test_a_walk(seed: int) -> None:
     check_walk(MatcherGrammar(BracketMatcher()), Plain(), seed)
 
 
+@pytest.mark.parametrize("end", [[61], [61, 62]])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_walk_behind_a_reasoning_block(seed: int, is_open: bool) -> None:
-    tokens = ReasoningTokens(start=60, end=61)
-
+def test_a_walk_behind_a_reasoning_block(seed: int, is_open: bool, end: list[int]) -> None:
     def behind(inner: Grammar) -> Grammar:
-        return ReasoningGrammar(inner, tokens, is_open, frozenset([END]))
+        return ReasoningGrammar(inner, None if is_open else 60, end, frozenset([END]))
 
     check_walk(behind(MatcherGrammar(BracketMatcher())), behind(Plain()), seed)
 
@@ -176,8 +175,8 @@ def test_time_of_the_end_counts_and_does_not_decide_it(monkeypatch: pytest.Monke
     assert not grammar.next_tokens([], VOCAB_SIZE).any()
 
 
-def test_a_reasoning_block_in_the_prompt() -> None:
-    tokens = ReasoningTokens(7, 8)
-    assert tokens.is_open_after([1, 7, 2]) is True
-    assert tokens.is_open_after([7, 8, 2]) is False
-    assert tokens.is_open_after([1, 2]) is None
+def test_where_a_reasoning_block_ends() -> None:
+    grammar = ReasoningGrammar(MatcherGrammar(BracketMatcher()), 60, [61, 62], frozenset([END]))
+    assert grammar._start([]) == grammar._start([OPEN, 61, 62]) == 0
+    assert grammar._start([60, 61, 61]) is None
+    assert grammar._start([60, 61, 61, 62, OPEN]) == 4

@@ -12,11 +12,12 @@ import jsonschema
 import pytest
 import xgrammar
 
+from diptych.shared.dialects.hermes import Hermes
 from diptych.shared.grammar import schema_gate
 from diptych.shared.grammar.schema_gate import gate, gate_tag
 from diptych.shared.grammar.schema_read import REFUSED
 from diptych.shared.grammar.schema_regex import json_pattern, whole_match
-from diptych.shared.grammar.spec import choice_to_ebnf, tool_call_tag
+from diptych.shared.grammar.spec import choice_to_ebnf
 from tests.grammar.schema_samples import END, PATTERNS, compiler, document, sample
 
 COMPILER = compiler()
@@ -154,7 +155,9 @@ def test_a_choice_has_whole_characters() -> None:
 
 
 def test_a_tool_may_have_a_recursive_schema() -> None:
-    tag = json.dumps(gate_tag(json.loads(tool_call_tag([("f", TREE)], is_parallel=False))))
+    tag = json.dumps(
+        gate_tag({"type": "structural_tag", "format": Hermes().calls_format({"f": TREE}, False)})
+    )
     compiled = COMPILER.compile_structural_tag(tag)
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
     assert allows(compiled, call % '{"v": 1, "n": {"v": 2, "n": null}}')

@@ -13,7 +13,13 @@ if any(find_spec(name) is None for name in ("fastapi", "zmq", "httpx", "openai")
 def server() -> Iterator[RunningServer]:
     """One server for the tests that leave it as it was."""
     with serving(
-        "--separate-process", "--max-running-requests", "32", "--max-total-tokens", "16384"
+        "--separate-process",
+        "--max-running-requests",
+        "32",
+        "--max-total-tokens",
+        "16384",
+        "--tool-call-parser",
+        "hermes",
     ) as server:
         yield server
 

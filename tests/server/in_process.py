@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.dialects.parts.choose import choose_dialect
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.state import ServerSettings, ServerState
@@ -82,7 +83,13 @@ def make_app(context_len: int = 131_072, **settings: Any) -> tuple[Any, FakeClie
         eos_token_ids=[0], num_labels=0, vision=None, description={}, startup_seconds={},
     )  # fmt: skip
     client: Any = FakeClient()
-    state = ServerState(ServerSettings(**settings), "tiny-dense", client, ready, Prompts(tokenizer, ready))
+    state = ServerState(
+        ServerSettings(**settings),
+        "tiny-dense",
+        client,
+        ready,
+        Prompts(tokenizer, ready, choose_dialect(tokenizer, "hermes")),
+    )
     return create_app(state), client
 
 

@@ -12,7 +12,7 @@ from diptych.shared.types.sampling_params import MIN_TEMPERATURE
 
 TAKEN = (
     "max_new_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
-    "no_stop_trim", "skip_special_tokens", "reasoning_first",
+    "no_stop_trim", "skip_special_tokens", "reasoning_start", "reasoning_end",
 )  # fmt: skip
 """Fields of SamplingParams that such a request may set: its tokens are the likeliest ones."""
 

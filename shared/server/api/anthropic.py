@@ -173,8 +173,8 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
         check_model(body.model, state)
         chat = chat_request(body)
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
-        ids = await state.prompts.of_messages(chat.messages, tools, dict(chat.chat_template_kwargs or {}))
-        return {"input_tokens": len(ids)}
+        prompt = await state.prompts.of_messages(chat.messages, tools, dict(chat.chat_template_kwargs or {}))
+        return {"input_tokens": len(prompt.ids)}
 
 
 # ---- request ----

@@ -11,16 +11,16 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from diptych.shared.grammar.spec import tool_call_tag
+from diptych.shared.dialects.parts.choose import reasoning_state, without_reasoning
+from diptych.shared.server.api.chat_choice import AnswerForm, ChatChoice, ReasoningCounter
+from diptych.shared.server.api.constraints import constrained
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import TokenTexts, chat_entries
-from diptych.shared.server.api.parsers import THINK_END, THINK_START, ReasoningParser, ToolParser
-from diptych.shared.server.api.protocol import ChatRequest, StreamOptions, ToolChoice
+from diptych.shared.server.api.protocol import ChatRequest, StreamOptions
 from diptych.shared.server.api.state import ServerState
-from diptych.shared.server.engine.engine_client import Delta
-from diptych.shared.server.engine.messages import Finish
 from diptych.shared.server.http.errors import ApiError, bad_request
+from diptych.shared.text.tokenizer import Conversation
 
 Chunk = dict[str, Any]
 
@@ -34,104 +34,37 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    prompts = state.prompts
     template_args = dict(body.chat_template_kwargs or {})
-    state.prompts.check_template_args(template_args)
+    prompts.check_template_args(template_args)
     if body.reasoning_effort is not None:
         template_args.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = await state.prompts.of_messages(body.messages, tools, template_args)
-    images = await state.prompts.of_images(body.messages)
-    state.prompts.check(prompt, "messages")
+    prompt = await prompts.of_messages(body.messages, tools, template_args)
+    images = await prompts.of_images(body.messages)
+    prompts.check(prompt.ids, "messages")
     length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = getattr(body, length_field)
-    max_new_tokens = wanted if wanted is not None else state.prompts.ready.context_len - len(prompt)
+    form = answer_form(body, prompts, prompt)
+    body, constraint = constrained(body, form)
     params = body.sampling_params(
-        max_new_tokens,
+        wanted if wanted is not None else prompts.ready.context_len - len(prompt.ids),
         (body.top_logprobs or 0) if body.logprobs else None,
-        reasoning_first=True,
-        **_tool_grammar(body),
+        **prompts.reasoning_fields(prompt),
+        **constraint,
     )
-    state.prompts.check(prompt, "messages", params, length_field)
-    return state.generation([prompt], params, body, images)
+    prompts.check(prompt.ids, "messages", params, length_field)
+    return state.generation([prompt.ids], params, body, images, form)
 
 
-def _tool_grammar(body: ChatRequest) -> dict[str, Any]:
-    """The constraint of tool_choice "required", or of one that names a tool."""
-    tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
-    choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
-        name = choice.function.name
-        if name not in tools:
-            raise bad_request(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
-        return {"structural_tag": tool_call_tag([(name, tools[name])], is_parallel=False)}
-    if choice == "required":
-        return {"structural_tag": tool_call_tag(list(tools.items()), body.parallel_tool_calls)}
-    return {}
-
-
-class ChatChoice:
-    """The parsers of one choice, and what it has given so far."""
-
-    def __init__(self, index: int, body: ChatRequest, starts_thinking: bool, texts: TokenTexts) -> None:
-        self.index = index
-        self.texts = texts
-        self.num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self.reasoning = ReasoningParser(starts_thinking) if body.separate_reasoning else None
-        self.tools: ToolParser | None = None
-        if body.tools and body.tool_choice != "none":
-            self.tools = ToolParser(max_calls=None if body.parallel_tool_calls else 1)
-        self.is_thinking = starts_thinking
-        self.num_reasoning_tokens = 0
-
-    def deltas(self, delta: Delta) -> list[dict[str, Any]]:
-        """The `delta` objects of a piece, and what the parsers held back when it is the last."""
-        self._count_reasoning(delta.token_ids)
-        pieces = [("content", delta.text)] if delta.text else []
-        if self.reasoning is not None:
-            pieces = list(self.reasoning.feed(delta.text))
-            if delta.finish is not None:
-                pieces += self.reasoning.finish()
-        found: list[dict[str, Any]] = []
-        for kind, text in pieces:
-            if kind == "reasoning":
-                found.append({"reasoning_content": text, "reasoning": text})
-            else:
-                found += self._content(text)
-        if delta.finish is not None and self.tools is not None:
-            found += self._tool_deltas(*self.tools.finish())
-        return found
-
-    def _count_reasoning(self, token_ids: list[int]) -> None:
-        """Tokens up to the one that ends the reasoning, where that is one token."""
-        for token_id in token_ids:
-            text = self.texts.bytes_of(token_id).decode("utf-8", errors="replace")
-            self.is_thinking = self.is_thinking or text == THINK_START
-            self.num_reasoning_tokens += self.is_thinking
-            if text == THINK_END:
-                self.is_thinking = False
-
-    def _content(self, text: str) -> list[dict[str, Any]]:
-        if self.tools is None:
-            return [{"content": text}]
-        return self._tool_deltas(*self.tools.feed(text))
-
-    def _tool_deltas(self, content: str, calls: list[Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{"content": content}] if content else []
-        for call in calls:
-            entry: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
-            if call.name is not None:
-                entry = {
-                    "index": call.index,
-                    "id": call.call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-            found.append({"tool_calls": [entry]})
-        return found
-
-    def finish_reason(self, finish: Finish) -> str:
-        if finish.kind == "stop" and self.tools is not None and self.tools.num_calls:
-            return "tool_calls"
-        return finish.kind
+def answer_form(body: ChatRequest, prompts: Prompts, prompt: Conversation) -> AnswerForm:
+    """How the answers are read."""
+    dialect = prompts.dialect if body.separate_reasoning else without_reasoning(prompts.dialect)
+    tools = {}
+    if body.tools and body.tool_choice != "none":
+        tools = {tool.function.name: tool.function.parameters or True for tool in body.tools}
+    max_calls = None if body.parallel_tool_calls else 1
+    state = reasoning_state(dialect, prompt.ending)
+    return AnswerForm(dialect, state, tools, max_calls, prompts.controls, prompts.marker_ids)
 
 
 async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerState) -> AsyncIterator[Chunk]:
@@ -144,8 +77,12 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
         "model": body.model or state.model_name,
     }
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
-    starts_thinking = _ends_inside_thinking(state.prompts, generation.prompts[0])
-    choices = [ChatChoice(i, body, starts_thinking, texts) for i in range(len(generation.samples))]
+    form = generation.form
+    assert form is not None, "start_chat has made it"
+    tokenizer = state.prompts.tokenizer
+    choices = [
+        ChatChoice(i, body, form, ReasoningCounter(form, tokenizer)) for i in range(len(generation.samples))
+    ]
 
     def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> Chunk:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
@@ -159,8 +96,8 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
                 yield chunk(choice.index, {"role": "assistant", "content": ""})
         for index, delta in deltas:
             choice = choices[index]
-            found = choice.deltas(delta)
-            generation.num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
+            found = await choice.deltas(delta)
+            generation.num_reasoning_tokens = sum(choice.counter.num_tokens for choice in choices)
             entries = None
             if choice.num_top is not None and delta.logprobs:
                 entries = {"content": chat_entries(texts, delta.logprobs, choice.num_top)}
@@ -178,18 +115,14 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
 def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
     """The response of a request that does not stream."""
     choices: dict[int, dict[str, Any]] = {}
+    messages: dict[int, FoldedMessage] = {}
     for chunk in chunks:
         for entry in chunk["choices"]:
+            index = entry["index"]
             choice = choices.setdefault(
-                entry["index"],
-                {
-                    "index": entry["index"],
-                    "message": {"role": "assistant", "content": None},
-                    "logprobs": None,
-                    "finish_reason": None,
-                },
+                index, {"index": index, "message": None, "logprobs": None, "finish_reason": None}
             )
-            _fold_delta(choice["message"], entry["delta"])
+            messages.setdefault(index, FoldedMessage()).add(entry["delta"])
             if entry["logprobs"] is not None:
                 choice["logprobs"] = choice["logprobs"] or {"content": []}
                 choice["logprobs"]["content"] += entry["logprobs"]["content"]
@@ -197,10 +130,8 @@ def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
                 choice["finish_reason"] = entry["finish_reason"]
                 if "matched_stop" in entry:
                     choice["matched_stop"] = entry["matched_stop"]
-    for choice in choices.values():
-        message = choice["message"]
-        if message["content"] == "" and message.get("tool_calls"):
-            message["content"] = None
+    for index, choice in choices.items():
+        choice["message"] = messages[index].body()
     head = {name: chunks[0][name] for name in ("id", "created", "model")}
     return {
         **head,
@@ -210,17 +141,36 @@ def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
     }
 
 
-def _fold_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    for name in ("content", "reasoning_content", "reasoning"):
-        if name in delta:
-            message[name] = (message.get(name) or "") + delta[name]
-    for piece in delta.get("tool_calls", ()):
-        calls = message.setdefault("tool_calls", [])
-        if piece["index"] == len(calls):
-            calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
-        function = calls[piece["index"]]["function"]
-        function["name"] += piece["function"].get("name", "")
-        function["arguments"] += piece["function"]["arguments"]
+class FoldedMessage:
+    """The message that deltas make. Its texts are joined once, at the end."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []
+
+    def add(self, delta: dict[str, Any]) -> None:
+        for name in ("content", "reasoning_content", "reasoning"):
+            if name in delta:
+                self._texts.setdefault(name, []).append(delta[name])
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(self._calls):
+                self._calls.append((piece, []))
+            self._calls[piece["index"]][1].append(piece["function"]["arguments"])
+
+    def body(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message |= {name: "".join(parts) for name, parts in self._texts.items()}
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {
+                    "id": first["id"],
+                    "type": "function",
+                    "function": {"name": first["function"]["name"], "arguments": "".join(parts)},
+                }
+                for first, parts in self._calls
+            ]
+        return message
 
 
 def usage_of_chunk(options: StreamOptions | None, generation: Generation) -> dict[str, Any]:
@@ -248,14 +198,6 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 def fresh_seed() -> int:
     """Draw a seed for a request without one."""
     return secrets.randbits(63)
-
-
-def _ends_inside_thinking(prompts: Prompts, prompt: list[int]) -> bool:
-    """Whether the chat template has opened the reasoning already."""
-    if prompts.tokenizer is None:
-        return False
-    tail = prompts.tokenizer.decode(prompt[-16:])
-    return THINK_START in tail and THINK_END not in tail.rpartition(THINK_START)[2]
 
 
 __all__ = [

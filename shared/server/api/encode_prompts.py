@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config.vision_config import VisionConfig
+from diptych.shared.dialects.parts.choose import choose_dialect, inert_for, reasoning_fields
+from diptych.shared.dialects.parts.history import as_history
 from diptych.shared.engine.requests.images import (
     MAX_IMAGES,
     bytes_of_data_url,
@@ -17,11 +18,13 @@ from diptych.shared.engine.requests.images import (
     pixels_of,
 )
 from diptych.shared.interfaces.detokenizer import Detokenizer, TokenText
+from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.server.api.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.errors import ApiError, bad_request, first_word
+from diptych.shared.text.control_text import control_chars
 from diptych.shared.text.token_bytes import TokenBytes
-from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.text.tokenizer import Conversation, Tokenizer
 from diptych.shared.types import FinishLength, SamplingParams
 
 NUM_TOKENIZER_THREADS = 2
@@ -32,9 +35,17 @@ DECODE_TOKENS = 4096
 class Prompts:
     """Tokenizes in threads and checks prompts against the model's limits."""
 
-    def __init__(self, tokenizer: Tokenizer | None, ready: Ready) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, ready: Ready, dialect: Dialect | None = None) -> None:
+        """dialect: how the model writes calls and reasoning. Default: by its chat template."""
         self.tokenizer = tokenizer
         self.ready = ready
+        self.dialect = dialect or choose_dialect(tokenizer)
+        self.controls = control_chars(self.dialect.markers, tokenizer)
+        self.marker_ids: dict[str, int] = {}
+        if tokenizer is not None:
+            ids = {marker: tokenizer.token_to_id(marker) for marker in self.controls}
+            self.marker_ids = {marker: i for marker, i in ids.items() if i is not None}
+        self._inert = inert_for(self.dialect, tokenizer) if tokenizer is not None else None
         self.token_bytes = TokenBytes(tokenizer) if tokenizer is not None else None
         self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         longest = (
@@ -72,8 +83,8 @@ class Prompts:
 
     async def of_messages(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template_args: dict[str, Any]
-    ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. Images have their placeholders."""
+    ) -> Conversation:
+        """A conversation as a prompt, by the model's chat template. Images have their placeholders."""
         tokenizer = self._need_tokenizer()
         num_chars = sum(map(_num_chars, messages)) + _num_chars_in(tools)
         if num_chars > self.max_text_bytes:
@@ -85,12 +96,24 @@ class Prompts:
         num_images = sum(_is_image(part) for message in messages for part in _parts(message))
         config = self._need_vision() if num_images else None
 
-        def render() -> list[int]:
-            plain = [_plain(message) for message in messages]
-            ids = tokenizer.chat(plain, tools=tools or None, max_chars=self.max_text_bytes, **template_args)
-            return ids if config is None else expand_placeholders(ids, num_images, config)
+        def render() -> Conversation:
+            prompt = tokenizer.conversation(
+                as_history(self.dialect, [_plain(message) for message in messages]),
+                tools=tools or None,
+                max_chars=self.max_text_bytes,
+                inert=self._inert,
+                ending_with=(self.dialect.reasoning or ())[:2],
+                **template_args,
+            )
+            ids = prompt.ids if config is None else expand_placeholders(prompt.ids, num_images, config)
+            return prompt._replace(ids=ids)
 
-        return await self._run("messages", render)
+        conversation: Conversation = await self._run("messages", render)
+        return conversation
+
+    def reasoning_fields(self, prompt: Conversation) -> dict[str, Any]:
+        """Fields of SamplingParams: a constraint on the answer begins behind its reasoning."""
+        return reasoning_fields(self.dialect, prompt.ending, self._need_tokenizer())
 
     def check_template_args(self, template_args: dict[str, Any]) -> None:
         """400 for a client's argument that is no switch of the chat template."""
@@ -226,7 +249,7 @@ def _num_chars_in(value: Any) -> int:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it."""
+    """A message as a mapping."""
     content: Any = message.content
     if isinstance(content, list) and any(map(_is_image, content)):  # templates of LLaVA take parts
         content = [{"type": "image"} if _is_image(part) else part.model_dump() for part in content]
@@ -234,7 +257,7 @@ def _plain(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": content if content is not None else "",
+        "content": content,
     }
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -243,20 +266,5 @@ def _plain(message: Message) -> dict[str, Any]:
     if reasoning:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
     return plain
-
-
-def _arguments(text: str) -> Any:
-    """Templates print arguments as JSON themselves: they get the value where the text is JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diptych.shared.interfaces.detokenizer import TokenText
 from diptych.shared.sampling.sampling_batch import derive_seed
+from diptych.shared.server.api.chat_choice import AnswerForm
 from diptych.shared.server.engine.engine_client import Delta, EngineClient, EngineDead, Live
 from diptych.shared.server.engine.messages import Finish, Generate
 from diptych.shared.server.http.access import Caller
 from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.metrics import Metrics
+from diptych.shared.text.control_text import ControlText
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import SamplingParams
 
@@ -71,8 +74,9 @@ class Generation:
         input_embeds: bytes = b"",
         images: Sequence[bytes] = (),
         name: str | None = None,
+        form: AnswerForm | None = None,
     ) -> None:
-        """name: an id of the client's, by which the requests can be aborted."""
+        """name: an id of the client's, by which the requests can be aborted. form: how answers are read."""
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -88,6 +92,10 @@ class Generation:
             "images": list(images),
         }
         self.seed = seed
+        self.form = form
+        self.text: TokenText | None = tokenizer  # of the answers
+        if tokenizer is not None and form is not None and form.controls:
+            self.text = ControlText(tokenizer, form.controls)
         self.name = name
         self._caller: Caller | None = None
         base = uuid.uuid4().hex
@@ -159,9 +167,9 @@ class Generation:
                 **self.request_fields,
             )
             detokenizer = None
-            if self.tokenizer is not None:
+            if self.text is not None:
                 text_ids = [] if self.request_fields["input_embeds"] else prompt
-                detokenizer = self.client.detokenizer(self.tokenizer, self.params, text_ids)
+                detokenizer = self.client.detokenizer(self.text, self.params, text_ids)
             try:
                 self.client.generate(
                     message, Live(detokenizer, self._deliver_to(sample), self.name, self._caller.owner)

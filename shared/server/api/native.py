@@ -38,7 +38,7 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
             ids = await state.prompts.of_text(body.prompt, "prompt", body.add_special_tokens)
         else:
             args = {"add_generation_prompt": body.add_generation_prompt}
-            ids = await state.prompts.of_messages(body.messages or [], None, args)
+            ids = (await state.prompts.of_messages(body.messages or [], None, args)).ids
         return {"tokens": ids, "count": len(ids), "max_model_len": state.ready.context_len}
 
     @app.post("/detokenize")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diptych.shared.server.api.chat_choice import AnswerForm
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.protocol import SamplingFields
@@ -59,8 +60,10 @@ class ServerState:
         params: SamplingParams,
         body: SamplingFields,
         images: Sequence[bytes] = (),
+        form: AnswerForm | None = None,
     ) -> Generation:
-        """A generation of a validated body; 429 or 503 when the server takes no more."""
+        """A generation of a validated body; 429 or 503 when the server takes no more. form: how the answers
+        are read, of a chat."""
         self.check_admission(len(prompts), params.n)
         return Generation(
             self.client,
@@ -74,6 +77,7 @@ class ServerState:
             routing_key=body.routing_key,
             lora=self.adapter_of(body.model),
             images=images,
+            form=form,
         )
 
     def adapter_of(self, model: str | None) -> str | None:

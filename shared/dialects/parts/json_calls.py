@@ -1,0 +1,111 @@
+"""Calls as JSON objects: `{"name": ..., "arguments": {...}}`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def dumps(value: Any) -> str:
+    """JSON as chat templates write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_object(schema: Any) -> dict[str, Any]:
+    """The xgrammar format of arguments in JSON."""
+    any_object = {"type": "object", "additionalProperties": True}
+    content = any_object if schema is True else schema
+    return {"type": "json_schema", "json_schema": content, "max_whitespace_cnt": 1}
+
+
+def read_json_calls(stream: Stream) -> Steps[None]:
+    """One call or more: objects one after another, or a list of them. Ends behind the last one. Raises
+    `NotACall`."""
+    yield from stream.space()
+    is_list = yield from stream.accept("[")
+    while True:
+        yield from read_json_call(stream)
+        yield from stream.space()
+        if is_list and not (yield from stream.accept(",")):
+            yield from stream.accept("]")
+            return
+        if not is_list and (yield from stream.peek()) != "{":
+            return
+        yield from stream.space()
+
+
+def read_json_call(stream: Stream) -> Steps[None]:
+    """An object with `name` and arguments, in any order; other keys are left out. The arguments stream if the
+    name comes before them. Raises `NotACall`."""
+    yield from stream.space()
+    if not (yield from stream.accept("{")):
+        raise NotACall
+    name, call_id, held, is_begun = "", "", "", False
+    while not (yield from _closed(stream)):
+        key = yield from _value(stream)
+        yield from stream.space()
+        if not (yield from stream.accept(":")):
+            raise NotACall
+        yield from stream.space()
+        if key in ARGUMENT_KEYS and name and not is_begun:
+            is_begun = True
+            stream.call(name, call_id)
+            yield from read_arguments(stream)
+        elif key in ARGUMENT_KEYS:
+            held = yield from _raw(stream)
+        else:
+            value = yield from _value(stream)
+            if key == "name" and isinstance(value, str):
+                name = value
+            elif key == "id" and isinstance(value, str):
+                call_id = value
+        yield from stream.space()
+        yield from stream.accept(",")
+    if not name:
+        raise NotACall
+    if not is_begun:
+        stream.call(name, call_id)
+        stream.arguments(_as_object(held or "{}"))
+
+
+def read_arguments(stream: Stream) -> Steps[None]:
+    """A JSON value, given out as it comes. A text that holds an object is that object."""
+    if (yield from stream.peek()) in ('"', "n"):
+        stream.arguments(_as_object((yield from _raw(stream))))
+    else:
+        yield from stream.json(stream.arguments)
+
+
+def _closed(stream: Stream) -> Steps[bool]:
+    yield from stream.space()
+    return (yield from stream.accept("}"))
+
+
+def _raw(stream: Stream) -> Steps[str]:
+    parts: list[str] = []
+    if not (yield from stream.json(parts.append)):
+        raise NotACall
+    return "".join(parts)
+
+
+def _value(stream: Stream) -> Steps[Any]:
+    try:
+        return json.loads((yield from _raw(stream)), strict=False)
+    except (ValueError, RecursionError):
+        raise NotACall from None
+
+
+def _as_object(text: str) -> str:
+    """Arguments that are a text or null, as an object."""
+    if not text.startswith(('"', "n")):
+        return text
+    try:
+        value = json.loads(text, strict=False)
+        inner = json.loads(value) if isinstance(value, str) else {}
+    except (ValueError, RecursionError):
+        return text
+    return (value if isinstance(value, str) else "{}") if isinstance(inner, dict) else text

@@ -1,0 +1,52 @@
+"""Constraints on a chat answer: calls that tool_choice demands, and calls beside a response_format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from diptych.shared.dialects.parts.tags import with_tokens
+from diptych.shared.server.api.chat_choice import AnswerForm
+from diptych.shared.server.api.protocol import ChatRequest, ToolChoice
+from diptych.shared.server.http.errors import bad_request
+
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[str, Any]]:
+    """The body whose fields of sampling hold, and further fields of SamplingParams.
+
+    A call that is required or named leaves no place for a response_format. With "auto" the answer is calls,
+    or the text that the format asks for. Raises 400 for a call that the model's dialect cannot write."""
+    choice, tools = body.tool_choice, form.tools
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in tools:
+            raise bad_request(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
+        tools = {name: tools[name]}
+    is_forced = isinstance(choice, ToolChoice) or choice == "required"
+    shape = body.response_format
+    has_format = shape is not None and shape.type != "text"
+    if not tools or not (is_forced or has_format):
+        return body, {}
+    if "none" in form.dialect.tool_parsers:
+        if not is_forced:
+            return body, {}
+        raise bad_request(
+            "the form of this model's tool calls is not known, so a call cannot be demanded; the server's "
+            "--tool-call-parser names it",
+            "tool_choice",
+        )
+    is_parallel = body.parallel_tool_calls and not isinstance(choice, ToolChoice)
+    calls = with_tokens(form.dialect.calls_format(tools, is_parallel), form.marker_ids)
+    plain = body.model_copy(update={"response_format": None})
+    if is_forced:
+        return plain, {"structural_tag": _tag(calls)}
+    schema = body.grammar_params().get("json_schema", ANY_OBJECT)
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    text = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return plain, {"structural_tag": _tag({"type": "or", "elements": [calls, text]})}
+
+
+def _tag(form: dict[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
