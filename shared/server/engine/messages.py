@@ -24,7 +24,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 8
+VERSION = 9
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
