@@ -78,9 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import triton.compiler
 
     triton.compiler.compile = compiled_once(triton.compiler.compile)
-    markers = config.option.markexpr
-    is_worker, wants_one_gpu = hasattr(config, "workerinput"), "gpu" in markers and markers != "gpus"
-    if wants_one_gpu and not is_worker and not config.option.collectonly and _has_flashinfer():
+    markers, option = config.option.markexpr, config.option
+    is_worker = hasattr(config, "workerinput")
+    starts_workers = getattr(option, "numprocesses", None) and not is_worker and not option.collectonly
+    if starts_workers and "gpu" in markers and markers != "gpus" and _has_flashinfer():
         BUILD_LOG.parent.mkdir(parents=True, exist_ok=True)
         with BUILD_LOG.open("w") as log:
             command = [sys.executable, "-m", "tests.gpu.flashinfer_modules"]

@@ -4,6 +4,7 @@
     python -m tests.mutation -n 50 --seed 1 reference       # 50 other mutants of one folder
     python -m tests.mutation --record tests/sampler         # after a change of these tests
     python -m tests.mutation --retry                        # the survivors again
+    python -m tests.mutation --gpu -n 100 --json FILE       # code that only a GPU reaches, on a GPU
 
 The first run records which tests run which line, folder by folder: about half an hour on two cores. Each
 mutant is written into a copy of the tree in build/mutants, and a fork of this process runs the tests that
@@ -18,12 +19,14 @@ import argparse
 import difflib
 import gc
 import hashlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from tqdm import tqdm
 
 import tests.conftest  # noqa: F401, the environment of the tests, before triton is imported
 from tests.house.tree import ROOT
+from tests.mutation import gpu
 from tests.mutation.attempt import Worker, copy_tree
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.record import Recording, digest, record, recorded
@@ -53,7 +57,7 @@ def sample(folders: list[str], count: int, seed: int) -> list[Mutant]:
     """The first `count` mutants in an order that depends on the seed and on each mutant, so that a change of
     one file leaves the others of the sample as they are."""
     paths = [p for folder in folders for p in (sorted((ROOT / folder).rglob("*.py")) or [ROOT / folder])]
-    names = [str(path.relative_to(ROOT)) for path in paths]
+    names = list(dict.fromkeys(str(path.relative_to(ROOT)) for path in paths))
     names = [name for name in names if not name.startswith(LEFT_OUT) or folders != FOLDERS]
     mutants = [mutant for name in names for mutant in mutants_of(name, (ROOT / name).read_bytes())]
     return sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.key}".encode()).digest())[:count]
@@ -62,8 +66,12 @@ def sample(folders: list[str], count: int, seed: int) -> list[Mutant]:
 _worker: list[Worker] = []  # of this process of the pool
 
 
-def _start(numbers: Any, budget: float) -> None:
-    _worker.append(Worker(BUILD / f"tree-{numbers.get()}", Recording(BUILD), budget))
+def _start(numbers: Any, folder: Path, budget: float, gpus: int) -> None:
+    number = numbers.get()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+    recording = gpu.GpuTests(folder) if gpus else Recording(folder)
+    _worker.append(Worker(folder / f"tree-{number}", recording, budget))
     _worker[0].warm_up()
 
 
@@ -71,9 +79,12 @@ def _attempt(mutant: Mutant) -> dict[str, Any]:
     return _worker[0].attempt(mutant)
 
 
-def campaign(mutants: list[Mutant], workers: int, budget: float, is_retry: bool) -> dict[str, dict[str, Any]]:
-    """Mutant key -> result, for all of them; what results.jsonl has is not tried again."""
-    log = BUILD / "results.jsonl"
+def campaign(
+    mutants: list[Mutant], folder: Path, workers: int, budget: float, is_retry: bool = False, gpus: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Mutant key -> result, for all of them; what results.jsonl has is not tried again. `gpus`: how many GPUs
+    the workers share; 0: the tests are those that need none."""
+    log = folder / "results.jsonl"
     known = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     results = {result["mutant"]: result for result in known}
     files = {mutant.path: digest((ROOT / mutant.path).read_bytes()) for mutant in mutants}
@@ -85,13 +96,14 @@ def campaign(mutants: list[Mutant], workers: int, budget: float, is_retry: bool)
     missing = [mutant for mutant in mutants if mutant.key not in done and mutant.key not in equivalent()]
     if missing:
         for name in ("hypothesis", "pytest", "torch", "transformers", "triton"):
-            importlib.import_module(name)  # once, for all forks
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)  # once, for all forks
         gc.freeze()
         context = multiprocessing.get_context("fork")
         numbers = context.SimpleQueue()
         for number in range(workers):
             numbers.put(number)
-        with context.Pool(workers, _start, (numbers, budget)) as pool, log.open("a") as file:
+        with context.Pool(workers, _start, (numbers, folder, budget, gpus)) as pool, log.open("a") as file:
             for result in tqdm(pool.imap_unordered(_attempt, missing), "mutants", total=len(missing)):
                 results[result["mutant"]] = result
                 file.write(json.dumps(result) + "\n")
@@ -106,11 +118,11 @@ def equivalent() -> dict[str, str]:
     return json.loads(EQUIVALENT.read_text())
 
 
-def table(mutants: list[Mutant], results: dict[str, dict[str, Any]]) -> str:
+def table(mutants: list[Mutant], results: dict[str, dict[str, Any]], folders: Sequence[str] = FOLDERS) -> str:
     """Markdown, one row per folder. Lines of optimized/ that no test reaches without a GPU do not count."""
     rows = defaultdict(Counter)
     for mutant in mutants:
-        folder = next(f for f in [*FOLDERS, mutant.path] if mutant.path.startswith(f))
+        folder = next(f for f in [*folders, mutant.path] if mutant.path.startswith(f))
         result = "equivalent" if mutant.key in equivalent() else results[mutant.key]["result"]
         if result == "not reached" and folder != "optimized":
             result = "survived"
@@ -154,7 +166,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--record", action="store_true", help="record these tests (default: the missing ones)"
     )
+    parser.add_argument("--gpu", action="store_true", help="code that only a GPU reaches, with tests on it")
+    parser.add_argument("--json", type=Path, help="write the results and the survivors to this file")
     options = parser.parse_args(arguments)
+    try:
+        return on_gpus(options) if options.gpu else on_the_cpu(options)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def on_the_cpu(options: argparse.Namespace) -> int:
     if options.record and options.folders != FOLDERS:
         missing = options.folders
     else:
@@ -167,14 +189,38 @@ def main(arguments: list[str]) -> int:
     if options.record:
         return 0
     mutants = sample(options.folders, options.count, options.seed)
-    try:
-        results = campaign(mutants, options.workers, options.seconds, options.retry)
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
-    (BUILD / "survivors.md").write_text(survivors(mutants, results))
-    print(table(mutants, results))
+    results = campaign(mutants, BUILD, options.workers, options.seconds, options.retry)
+    report(options, BUILD, mutants, results, FOLDERS)
     return 0
+
+
+def on_gpus(options: argparse.Namespace) -> int:
+    """This process starts no CUDA context: its forks could not use it."""
+    folder = BUILD / "gpu"
+    if options.record or not (folder / "times.json").exists():
+        gpu.record(folder, options.workers)
+    if options.record:
+        return 0
+    folders = gpu.FOLDERS if options.folders == FOLDERS else options.folders
+    mutants = sample(folders, options.count, options.seed)
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    gpus = max(1, int(subprocess.run(count, capture_output=True, text=True, check=True).stdout))
+    results = campaign(mutants, folder, options.workers, options.seconds, options.retry, gpus)
+    report(options, folder, mutants, results, [*gpu.FOLDERS])
+    return 0
+
+
+def report(
+    options: argparse.Namespace, folder: Path, mutants: list[Mutant], results: dict[str, Any], rows: list[str]
+) -> None:
+    """survivors.md, the table on standard output, and the file of --json."""
+    (folder / "survivors.md").write_text(survivors(mutants, results))
+    print(table(mutants, results, rows))
+    if options.json:
+        chosen = [results[mutant.key] for mutant in mutants if mutant.key in results]
+        counts = Counter(result["result"] for result in chosen)
+        record = {"counts": counts, "results": chosen, "survivors": survivors(mutants, results)}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from tests.house.tree import ROOT, project_files
+from tests.mutation.gpu import GpuTests
 from tests.mutation.mutants import Mutant
-from tests.mutation.record import MARKS, Recording, digest
+from tests.mutation.record import Recording, digest
 
-# CPU seconds for a mutant: FACTOR times the time that its tests took, and GRACE seconds for their collection.
-FACTOR, GRACE = 2, 40
-WALL = 3  # times as long by the clock: other processes compete for the CPU
-MEMORY = 6 * 2**30  # bytes that one process may allocate
 # Tests with processes and limits of time: a failure counts if it repeats.
 HURRIED = ("tests/engine/", "tests/grammar/", "tests/parallel/", "tests/server/")
 NOTHING_RAN = 5  # pytest's status where no test was left
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy what changed since the last copy. Compiled modules in the copy stay."""
+    """Copy what changed since the last copy, and the links of the package. Compiled modules in the copy
+    stay."""
+    for link in filter(Path.is_symlink, (ROOT / "diptych").iterdir()):
+        target = tree / link.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.is_symlink():
+            target.symlink_to(link.readlink())
     for name in project_files():
         target = tree / name
         if not target.exists() or target.stat().st_mtime_ns != (ROOT / name).stat().st_mtime_ns:
@@ -34,18 +37,21 @@ def copy_tree(tree: Path) -> None:
             shutil.copy2(ROOT / name, target)
 
 
-def run_tests(seconds: int, tree: Path, tests: list[str], *options: str) -> int:
+def run_tests(
+    recording: Recording | GpuTests, seconds: int, tree: Path, tests: list[str], *options: str
+) -> int:
     """In a fork: run the tests of `tree` in this order, up to the first that fails. Its name goes to the file
     `tree`.killer, what pytest prints to `tree`.txt. Returns pytest's status."""
     import pytest
 
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    if recording.memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (recording.memory, recording.memory))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     output = os.open(tree.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("diptych", "tests")]:
         del sys.modules[name]  # imported from ROOT
     os.chdir(tree)
     sys.path[0] = str(tree)
@@ -64,18 +70,18 @@ def run_tests(seconds: int, tree: Path, tests: list[str], *options: str) -> int:
     modules = [
         name for name in dict.fromkeys(test.split("::")[0] for test in tests) if (tree / name).exists()
     ]
-    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", MARKS, *options)
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", recording.marks, *options)
     return int(pytest.main([*options, *modules], plugins=[InOrder()]))
 
 
-def in_fork(seconds: int, *args: Any) -> int | None:
-    """`run_tests(seconds, *args)` in a fork. None: it needed more than so many CPU seconds and was killed."""
-    end = time.monotonic() + WALL * seconds
+def in_fork(recording: Recording | GpuTests, seconds: int, *args: Any) -> int | None:
+    """`run_tests` in a fork. None: it needed more than so many CPU seconds and was killed."""
+    end = time.monotonic() + recording.wall * seconds
     pid = os.fork()
     if not pid:
         status = 1
         try:
-            status = run_tests(seconds, *args)
+            status = run_tests(recording, seconds, *args)
         finally:
             os._exit(status)
     try:
@@ -96,14 +102,14 @@ def in_fork(seconds: int, *args: Any) -> int | None:
 class Worker:
     """One copy of the tree, in which one mutant at a time is tried."""
 
-    def __init__(self, tree: Path, recording: Recording, budget: float) -> None:
+    def __init__(self, tree: Path, recording: Recording | GpuTests, budget: float) -> None:
         """`budget`: seconds of tests for one mutant."""
         self.tree, self.recording, self.budget = tree, recording, budget
 
     def warm_up(self) -> None:
         """Compile every module of the copy: what is compiled with a mutant in place is not kept."""
         copy_tree(self.tree)
-        in_fork(600, self.tree, list(self.recording.times), "--collect-only")
+        in_fork(self.recording, 600, self.tree, list(self.recording.times), "--collect-only")
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
@@ -134,9 +140,9 @@ class Worker:
 
     def first_failure(self, tests: list[str], killer: Path) -> int | None:
         """The status of the tests up to the first that fails, whose name is in the file `killer`."""
-        limit = GRACE + FACTOR * round(sum(self.recording.times[test] for test in tests))
-        status, name = in_fork(limit, self.tree, tests), killer.read_text()
-        if not name.startswith(HURRIED) or in_fork(limit, self.tree, [name]) != 0:
+        limit = self.recording.limit(tests)
+        status, name = in_fork(self.recording, limit, self.tree, tests), killer.read_text()
+        if not name.startswith(HURRIED) or in_fork(self.recording, limit, self.tree, [name]) != 0:
             return status
         rest = tests[tests.index(name) + 1 :]
         killer.write_text("")

@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import coverage
 import pytest
 
 from tests.mutation.mutants import Mutant
@@ -56,6 +55,8 @@ def digest(source: bytes) -> str:
 def record(tree: Path, folder: Path, tests: str, workers: int) -> int:
     """Run `tests`, a folder or file of `tree`, and add them to the recording in `folder`. Returns pytest's
     exit status. A module that cannot be imported, for want of a package, is left out."""
+    import coverage  # which a computer with a GPU may lack: tests.mutation.gpu needs none
+
     hooks = folder / "hooks"
     hooks.mkdir(parents=True, exist_ok=True)
     (hooks / "sitecustomize.py").write_text(START)
@@ -91,6 +92,8 @@ def recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _switch(name: str) -> None:
+    import coverage
+
     os.environ[CONTEXT] = name  # of processes that are started from here
     measured = coverage.Coverage.current()
     if measured:
@@ -163,12 +166,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path.write_text(json.dumps(times, indent=0))
 
 
+# CPU seconds for a mutant: FACTOR times the time that its tests took, and GRACE seconds for their collection.
+FACTOR, GRACE = 2, 40
+
+
 class Recording:
     """What `record` left in a folder."""
+
+    marks = MARKS
+    memory: int | None = 6 * 2**30  # bytes that one process may allocate
+    wall = 3  # times as long by the clock: other processes compete for the CPU
 
     def __init__(self, folder: Path) -> None:
         self.times: dict[str, float] = json.loads((folder / "times.json").read_text())
         self.files: dict[str, str] = recorded(folder)["files"]
+        import coverage
+
         self.data = coverage.CoverageData(str(folder / "coverage"))
         self.data.read()
         self.modules: dict[str, list[str]] = defaultdict(list)
@@ -182,6 +195,10 @@ class Recording:
             line: {name for context in contexts for name in context.split("|")} - {""}
             for line, contexts in self.data.contexts_by_lineno(path).items()
         }
+
+    def limit(self, tests: list[str]) -> int:
+        """CPU seconds of one mutant."""
+        return GRACE + FACTOR * round(sum(self.times[test] for test in tests))
 
     def tests_for(self, mutant: Mutant, file: str, budget: float) -> list[str]:
         """Names of the tests that run the mutated lines, at most `budget` seconds of them. First comes one

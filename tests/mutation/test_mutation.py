@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.test_contracts import cases
 from tests.house.tree import ROOT
-from tests.mutation import attempt
-from tests.mutation.__main__ import EQUIVALENT, survivors, table
+from tests.mutation import gpu
+from tests.mutation import record as record_module
+from tests.mutation.__main__ import EQUIVALENT, sample, survivors, table
 from tests.mutation.attempt import Worker
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.record import SOURCES, Recording, record, recorded
@@ -71,7 +73,7 @@ def test_its_name_stays_when_lines_move() -> None:
     assert [m.key for m in mutants_of("a.py", moved)] == [m.key for m in mutants_of("a.py", SOURCE)]
 
 
-class FakeRecording:
+class FakeRecording(Recording):
     def __init__(self) -> None:
         self.times = {"test_double.py::test_double": 0.1}
 
@@ -83,7 +85,7 @@ class FakeRecording:
 def test_a_mutant_is_killed_survives_or_runs_out_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "GRACE", 5)
+    monkeypatch.setattr(record_module, "GRACE", 5)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the engine's takes seconds to import
     source = (
         "def double(x):\n    i = 0\n    while i < x:\n        i += 1\n    return 2 * i if x > -1 else 0\n"
@@ -93,7 +95,7 @@ def test_a_mutant_is_killed_survives_or_runs_out_of_time(
         "from double import double\ndef test_double(): assert double(3) == 6\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  full\n")
-    worker = Worker(tmp_path, FakeRecording(), 1.0)  # type: ignore[arg-type]
+    worker = Worker(tmp_path, FakeRecording(), 1.0)
     expected = {"* -> / #0": "killed", "0 -> 1 #1": "survived", "+ -> - #0": "out of time"}
     mutants = {m.key.split(": ")[1]: m for m in mutants_of("double.py", source.encode())}
     assert {name: worker.attempt(mutants[name])["result"] for name in expected} == expected
@@ -122,6 +124,28 @@ def test_a_recording_leaves_out_what_cannot_be_imported(
     recording = Recording(folder)
     assert list(recording.times) == ["mine/good/test_double.py::test_double"]
     assert recording.lines("shared/double.py")[2] == {"mine/good/test_double.py::test_double"}
+
+
+def test_the_tests_of_gpu_code_exist_and_cover_its_files() -> None:
+    clauses = {f"tests/conformance/test_contracts.py::test_clause[{case.id}]" for case in cases()}
+    for name in {name for names in gpu.TESTS.values() for name in names}:
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text()
+        assert name in clauses or "test_contracts" not in file
+    assert all((ROOT / path).exists() for path in gpu.TESTS)
+    mutants = sample(gpu.FOLDERS, 10**6, seed=0)
+    assert len({mutant.key for mutant in mutants}) == len(mutants) > 500
+
+
+def test_the_fastest_tests_of_a_gpu_mutant_come_first(tmp_path: Path) -> None:
+    failed, *passed = gpu.STREAMS
+    times = {name: 3.0 - i / 10 for i, name in enumerate(passed)}
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    tests = gpu.GpuTests(tmp_path)
+    mutant = next(m for m in sample(["optimized/overlap/"], 1, 0))
+    assert tests.tests_for(mutant, "", 1000.0) == passed[::-1]
+    assert tests.tests_for(mutant, "", 6.0) == passed[:-3:-1]
+    assert failed not in tests.tests_for(mutant, "", 1000.0)
 
 
 def test_the_table_counts_lines_without_a_test_unless_they_need_a_gpu() -> None:
