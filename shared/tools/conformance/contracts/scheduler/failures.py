@@ -217,25 +217,27 @@ def fails_while_processing(impl: type[Scheduler], case: Case) -> None:
 @contract(
     "An error while a batch is formed is raised; all requests end, and the engine goes on with empty pools.",
     table(
-        "part method",
-        ("in the policy", "policy", "order"),
-        ("before a row is taken", "req_to_token_pool", "alloc"),
-        ("before slots are taken", "allocator", "alloc_extend"),
-        ("before slots are written", "req_to_token_pool", "write_ragged"),
+        "part methods",
+        ("in the policy", "policy", ("order",)),
+        ("before a row is taken", "req_to_token_pool", ("alloc",)),
+        ("before slots are taken", "allocator", ("alloc_extend",)),
+        ("before slots are written", "req_to_token_pool", ("write", "write_ragged")),
     ),
 )
 def fails_while_forming(impl: type[Scheduler], case: Case) -> None:
-    """Method `method` of the harness's `part` fails when it is called."""
+    """`methods` of the harness's `part` fail when they are called."""
     harness = harness_for(impl, chunked_prefill_size=6)
     running = harness.submit([1, 2, 3], 12)
     for _ in range(3):
         harness.step()
     rids = [running, *(harness.submit([*PROMPT, i], 9) for i in range(3))]
     part = getattr(harness.scheduler.parts, case.part)
-    original = getattr(part, case.method)
-    setattr(part, case.method, _raise)
+    originals = {name: getattr(part, name) for name in case.methods}
+    for name in originals:
+        setattr(part, name, _raise)
     expect_raises("step", RuntimeError, harness.step)
-    setattr(part, case.method, original)
+    for name, original in originals.items():
+        setattr(part, name, original)
     harness.run()
     for rid in rids:
         reason = harness.ended[rid]
