@@ -15,7 +15,7 @@ from diptych.reference.layers import MLP, Linear, SiluAndMul
 from diptych.shared.config import MoEConfig
 from diptych.shared.interfaces import moe as interface
 from diptych.shared.interfaces.moe import TopKOutput
-from diptych.shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.shared.modeling.moe_modules import ClampedSwiGLU
 
 
 class TopK(interface.TopK):

@@ -5,8 +5,8 @@ file.
 
 from __future__ import annotations
 
+from diptych.shared.config.families import find_class
 from diptych.shared.interfaces.model import CausalLM
-from diptych.shared.modeling.model_class import find_class
 
 CLASSES = {
     "decoder": "diptych.reference.decoder:DecoderForCausalLM",
@@ -17,4 +17,5 @@ CLASSES = {
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class for an architecture; an unknown one raises `ValueError` listing the known ones."""
-    return find_class(architecture, CLASSES)
+    found: type[CausalLM] = find_class(architecture, CLASSES)
+    return found

@@ -11,7 +11,7 @@ from diptych.reference.layers import SiluAndMul
 from diptych.shared.interfaces.moe import TopKOutput
 from diptych.shared.interfaces.quantized_experts import QuantizedExperts as Interface
 from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
-from diptych.shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.shared.modeling.moe_modules import ClampedSwiGLU
 
 
 class QuantizedExperts(Interface):

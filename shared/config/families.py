@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 from diptych.shared.config.fields import Fields
 from diptych.shared.config.hf_llama4 import with_llama4
@@ -135,3 +136,12 @@ FAMILIES = {
     # the same, routed by a sigmoid and a bias for each expert
     "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
 }
+
+
+def find_class(architecture: str, classes: Mapping[str, str]) -> Any:
+    """The class of a panel. `classes`: "module:class" by `Family.decoder`. Raises `ValueError` for an unknown
+    architecture."""
+    if architecture not in FAMILIES:
+        raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(FAMILIES)}")
+    module, name = classes[FAMILIES[architecture].decoder].split(":")
+    return getattr(import_module(module), name)

@@ -57,7 +57,9 @@ def config_path(folder: Path) -> Path:
 def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Read the contents of a config.json, as transformers 4 or 5 writes it. Whatever is missing, ill-typed or
     unsupported raises `ValueError`: what was found, and what would do."""
-    fields = Fields(*text_part(hf_config, where))
+    if isinstance(hf_config, Mapping) and only_name(hf_config.get("architectures")) in TEXT_MODELS:
+        hf_config, where = text_part(hf_config, where)
+    fields = Fields(hf_config, where)
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)

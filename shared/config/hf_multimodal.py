@@ -48,11 +48,8 @@ SHARED = (
 
 
 def text_part(hf_config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str]:
-    """The config of the text model and what to call it in errors; any other config as it is."""
-    name = only_name(hf_config.get("architectures")) if isinstance(hf_config, Mapping) else ""
-    if name not in TEXT_MODELS:
-        return hf_config, where
-    architecture, defaults = TEXT_MODELS[name]
+    """The config of the text model of one of TEXT_MODELS, and what to call it in errors."""
+    architecture, defaults = TEXT_MODELS[only_name(hf_config["architectures"])]
     text_config = Fields(hf_config, where).raw("text_config", "an object")
     where = f"{where}, text_config"
     model_type = Fields(text_config, where).values.get("model_type", "llama")

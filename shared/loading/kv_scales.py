@@ -8,7 +8,6 @@ both. Each has one element. compressed-tensors announces them by `kv_cache_schem
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,10 @@ from safetensors import safe_open
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.hf_config import config_path, read_json
 from diptych.shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
+from diptych.shared.loading.weight_names import KV_SCALE
 from diptych.shared.types.attention import FP8, KVScales
 
-_SCALE = re.compile(
-    r"model\.layers\.(\d+)\.self_attn\."
-    r"(?:(kv_scale)|(?:k_proj\.)?(k)_scale|(?:v_proj\.)?(v)_scale|(k|v)_proj\.output_scale)"
-)
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-
-
-def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a scale of K or V."""
-    return _SCALE.fullmatch(name) is not None
 
 
 def kv_cache_of(
@@ -54,7 +45,7 @@ def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | 
         _check_scheme(scheme, folder)
     found: dict[int, dict[str, float]] = {}
     for name, info in read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES).items():
-        match = _SCALE.fullmatch(name)
+        match = KV_SCALE.fullmatch(name)
         if match is None:
             continue
         scale = _read_scale(info.path, name)

@@ -17,13 +17,16 @@ import torch
 
 from diptych.shared.config import MLAConfig, ModelConfig, MoEConfig
 from diptych.shared.config.families import FAMILIES, Family
-from diptych.shared.loading.kv_scales import is_kv_scale
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
 VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(kv_scale)|(?:k_proj\.)?(k)_scale|(?:v_proj\.)?(v)_scale|(k|v)_proj\.output_scale)"
+)
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -126,7 +129,7 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
     """Whether a tensor may be in a checkpoint though the model does not load it: RoPE frequencies, a tied
     head, scales of KV (`diptych.shared.loading.kv_scales`), the head of a reward model, layers for drafting,
     and those for images."""
-    if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or name.startswith(VISION):
+    if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.fullmatch(name) or name.startswith(VISION):
         return True
     name = name.removeprefix("language_model.")
     first = config.num_hidden_layers

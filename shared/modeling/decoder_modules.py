@@ -14,7 +14,6 @@ from diptych.shared.interfaces.layers import Layers, RMSNorm, RotaryEmbedding
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.moe import MoE
 from diptych.shared.modeling.forward import soft_cap
-from diptych.shared.modeling.layer_choice import act_fn_class, norm_class
 from diptych.shared.modeling.vocabulary import vocabulary_rows
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.types.attention import AttentionLayer
@@ -141,3 +140,21 @@ class GemmaEnds(CausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)  # type: ignore[safe-super]
         return soft_cap(logits, self.config.final_logit_cap)
+
+
+def norm_class(config: ModelConfig, layers: Layers) -> type[RMSNorm]:
+    return _find(layers, "GemmaRMSNorm", config) if config.norm_unit_offset else layers.RMSNorm
+
+
+def act_fn_class(config: ModelConfig, layers: Layers) -> type[nn.Module]:
+    return _find(layers, "GeluTanhAndMul", config) if config.hidden_act == "gelu_tanh" else layers.SiluAndMul
+
+
+def _find(layers: Any, name: str, config: ModelConfig) -> Any:
+    """Find a class, which a user-provided module may lack."""
+    if not hasattr(layers, name):
+        raise ValueError(
+            f"the layers of {getattr(layers, '__name__', layers)} have no {name}, which a "
+            f"{config.architecture} needs: add one, or use layers=reference"
+        )
+    return getattr(layers, name)

@@ -11,7 +11,6 @@ from torch import nn
 
 from diptych.shared.config import MoEConfig
 from diptych.shared.interfaces import moe as interface
-from diptych.shared.modeling.layer_choice import ClampedSwiGLU
 
 
 class ExpertModules(interface.FusedExperts):
@@ -80,3 +79,18 @@ class MoEModules(interface.MoE):
     def add_shared_experts(self, routed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """routed + the output of the shared experts for x, times their gate where they have one. May be
         written over routed."""
+
+
+class ClampedSwiGLU(nn.Module):
+    """The activation of GPT-OSS's experts: gate * sigmoid(1.702 gate) * (up + 1); gate at most `limit`, up
+    between -limit and limit."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[..., n], [..., n] -> [..., n]"""
+        dtype, wide = up.dtype, torch.promote_types(up.dtype, torch.float32)
+        gate, up = gate.to(wide).clamp(max=self.limit), up.to(wide).clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(1.702 * gate) * (up + 1.0)).to(dtype)

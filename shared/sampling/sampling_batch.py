@@ -70,7 +70,7 @@ def make_sampling_batch_info(
         **adjustments,
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
-        asked_ids=asked_ids_of(reqs, device),
+        asked_ids=asked_ids_of(reqs, device) if any(p.token_ids_logprob for p in params) else None,
     )
 
 

@@ -17,8 +17,6 @@ class Encoder(Protocol):
 def with_bad_word_ids(params: SamplingParams, tokenizer: Encoder | None) -> SamplingParams:
     """`params` with `bad_word_ids` of its bad_words: each as the tokenizer writes it at the begin of a text
     and behind a space. Raises `ValueError` where there is no tokenizer."""
-    if not params.bad_words:
-        return params
     if tokenizer is None:
         raise ValueError("bad_words need a tokenizer, which this model has not")
     found = dict.fromkeys(params.bad_word_ids)

@@ -147,16 +147,20 @@ class SamplingParams:
             if value != default and not self.return_logprob:
                 raise ValueError(f"{name}={value} needs return_logprob=True")
         for name in TOKEN_IDS:
-            check_token_ids(name, getattr(self, name) or ())
-        check_asked(self.token_ids_logprob, self.allowed_token_ids)
-        object.__setattr__(self, "bad_word_ids", checked_bad_words(self.bad_words, self.bad_word_ids))
+            if getattr(self, name):
+                check_token_ids(name, getattr(self, name))
+        if self.token_ids_logprob or self.allowed_token_ids is not None:
+            check_asked(self.token_ids_logprob, self.allowed_token_ids)
+        if self.bad_words or self.bad_word_ids != ():
+            object.__setattr__(self, "bad_word_ids", checked_bad_words(self.bad_words, self.bad_word_ids))
         if self.reasoning_start is not None:
             check_token_ids("reasoning_start", (self.reasoning_start,))
         if self.stop:
             check_stop_strings(self.stop)
         if self.stop_regex:
             check_stop_regexes(self.stop_regex)
-        check_biases(self.logit_bias)
+        if self.logit_bias != {}:
+            check_biases(self.logit_bias)
         if self.given_grammars:
             self._check_grammar()
 

@@ -49,7 +49,8 @@ class Submission:
             self.prompt_ids, self.embeds = encode_prompt(prompt, params, assembly)
         if (params.stop or params.stop_regex) and assembly.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
-        params = with_bad_word_ids(params, assembly.tokenizer)
+        if params.bad_words:
+            params = with_bad_word_ids(params, assembly.tokenizer)
         check_fields(rid, extra_key, priority, routing_key, logit_processor)
         if is_pooling or assembly.model_config.num_labels:
             check_pooling(is_pooling, assembly.config, assembly.model_config)

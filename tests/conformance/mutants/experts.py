@@ -8,7 +8,7 @@ import torch
 
 from diptych.reference.moe import FusedExperts, MoE, TopK
 from diptych.shared.interfaces import TopKOutput
-from diptych.shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.shared.modeling.moe_modules import ClampedSwiGLU
 from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
 
 
