@@ -13,7 +13,9 @@ import torch
 
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner
+from diptych.optimized.graphs.rehearsal import prefill_batches, sampling_infos
 from diptych.optimized.graphs.steps import Steps
+from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.tiers.host_pool import HostPool
 from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
@@ -45,6 +47,9 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
             logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         self._before_pass(forward_batch)
+        return self._forward(forward_batch)
+
+    def _forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         # --8<-- [start:model-runner-forward]
         steps = self._steps_for(forward_batch)
         if steps is not None:
@@ -91,8 +96,25 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
         self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows)
         self.kinds = self.steps.kinds
         graphs = None if config.disable_cuda_graph else self._graphs()
+        if self.kv_pool.device.type == "cuda" and not config.skip_warmup:
+            with compile_ahead():
+                self.rehearse(config, sampler, num_token_ids, has_graphs=graphs is not None)
         if graphs is not None:
             self.steps.capture(graphs, self.capture_hidden, sampler, num_token_ids)
+
+    @torch.inference_mode()
+    def rehearse(self, config: EngineConfig, sampler: Sampler, num_token_ids: int, has_graphs: bool) -> None:
+        """Launch an example of each kernel variant of steps, in `compile_ahead`."""
+        if has_graphs:
+            self.steps.rehearse(self.capture_hidden, sampler, num_token_ids)
+        logits = None
+        for batch in prefill_batches(config, self.steps.num_prefill_tokens, self.kv_pool.device):
+            if self.lora is not None:
+                self.lora.prepare(batch)
+            logits = self._forward(batch).next_token_logits[:1, :num_token_ids]
+        assert logits is not None
+        for info in sampling_infos(num_token_ids, self.kv_pool.device):
+            sampler.sample(logits, info, logits.new_zeros(1, dtype=torch.int64))
 
     def _graphs(self) -> CudaGraphs | None:
         return graphs_of_runner(self.model, self.kv_pool.device)

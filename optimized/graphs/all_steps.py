@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from diptych.optimized.graphs.batch_steps import BatchSteps, Results, capture_batch_steps
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, warn_of_launches
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, Rehearsal, warn_of_launches
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_steps
 from diptych.optimized.graphs.mixed_graph import MixedSteps
@@ -52,6 +54,21 @@ class AllSteps:
     def kinds(self) -> tuple[Steps, ...]:
         """List the kinds in the order in which they are tried: prefill steps take mixed ones too."""
         return self.decode, *self.verify, *self.prefill[::-1]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """The most tokens of a prefill step in a graph."""
+        return max(self.prefill[0].tokens.sizes, default=0)
+
+    def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
+        """Launch what the graphs will contain, in `compile_ahead`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the capture warns
+            self.capture(Rehearsal(), layers, sampler, num_token_ids)
+        for batch_steps in (self.decode, *self.verify):
+            batch_steps.by_size.clear()
+        for extend_steps in self.prefill:
+            extend_steps.captured.clear()
 
     def capture(self, graphs: CudaGraphs, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
         """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""

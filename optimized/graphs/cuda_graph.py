@@ -78,6 +78,22 @@ class CudaGraphs:
         self._first = self._first or recording
 
 
+class Rehearsal(CudaGraphs):
+    """Takes the place of graphs where nothing is captured: each function runs once. In `compile_ahead` this
+    compiles the kernels of all graphs in parallel, before they are captured one after the other."""
+
+    def __init__(self) -> None:
+        pass
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
+        return NotCaptured(function())
+
+    def capture_pieces(
+        self, function: Callable[[Cut], list[torch.Tensor]]
+    ) -> tuple[Replay, list[torch.Tensor]]:
+        return _nothing, function(lambda tensors: (_nothing, tensors))
+
+
 _of_drafters: WeakKeyDictionary[CausalLM, CudaGraphs] = WeakKeyDictionary()
 """By target model, between the drafter's captures and the model runner's."""
 
@@ -158,6 +174,16 @@ class CapturedCall:
         alias = borrow()
         self._borrower = lambda: None
         self._borrow = borrow if track else lambda: alias
+        self.output = None
+
+
+class NotCaptured(CapturedCall):
+    """The result of a function of a `Rehearsal`."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+
+    def give_up_output(self, track: bool) -> None:
         self.output = None
 
 

@@ -66,6 +66,15 @@ def interpreted_rows(num_rows: int) -> int:
     return min(triton.next_power_of_2(max(num_rows, 1)), 64) if INTERPRETED else 0
 
 
+def batch_block(batch_size: int, least: int = 16) -> int:
+    """The number of requests that a CTA looks at to find its own: at least `batch_size`. Each number is a
+    kernel of its own, so there are few: a scan over four times as many takes no noticeable time."""
+    size = least
+    while size < batch_size:
+        size *= 4
+    return size
+
+
 class Gpu(NamedTuple):
     """The properties of a GPU by which kernels choose tiles and instructions."""
 

@@ -255,7 +255,8 @@ class LLM:
         return {**self.assembly.selection, **self.assembly.memory.rows()}
 
     def stats(self) -> Any:
-        return self.scheduler.stats()
+        num_compiled = self.assembly.compilations.num_after_ready
+        return self.scheduler.stats()._replace(num_compiled_kernels=num_compiled)
 
     def _answer(self, submissions: Iterable[Submission], progress: bool) -> list[OutputCollector]:
         """Submit requests and run them to their ends; after an error none is left."""

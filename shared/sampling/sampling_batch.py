@@ -56,8 +56,8 @@ def make_sampling_batch_info(
             adjustments["processors"] = group_processors(
                 (req, row, req.output_ids) for row, req in enumerate(reqs)
             )
-    floats = to_device([temperatures, top_ps, min_ps], torch.float32, device)
-    ints = to_device([top_ks, [req.seed for req in reqs], greedy], torch.int64, device)
+    floats = _rows_on([temperatures, top_ps, min_ps], torch.float32, device)
+    ints = _rows_on([top_ks, [req.seed for req in reqs], greedy], torch.int64, device)
     return SamplingBatchInfo(
         temperatures=floats[0],
         top_ps=floats[1],
@@ -151,6 +151,14 @@ def _counts(
     counts = torch.zeros(len(ids_of_rows) * vocab_size, dtype=torch.int32, device=device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     return counts.view(len(ids_of_rows), vocab_size)
+
+
+def _rows_on(rows: list[list[Any]], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Rows in one copy. Each begins at a multiple of 16 bytes: for other addresses kernels are compiled once
+    more."""
+    num = len(rows[0])
+    padding = [0] * (-num % 4)
+    return to_device([row + padding for row in rows], dtype, device)[:, :num]
 
 
 def _on(ids: Sequence[int], device: torch.device | str) -> torch.Tensor:

@@ -31,7 +31,7 @@ from diptych.optimized.kernels.attention.split_kv import (
     split_workspace,
     store_partial,
 )
-from diptych.optimized.kernels.portable import Gpu, gpu_of, pdl_options
+from diptych.optimized.kernels.portable import Gpu, batch_block, gpu_of, pdl_options
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def decode_attention(
         q.stride(0), q.stride(1), k_buffer.stride(1), v_buffer.stride(1), req_to_token.stride(0),
         STRIDE_K=k_buffer.stride(0), STRIDE_V=v_buffer.stride(0),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
-        BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
+        BLOCK_BS=1 if batch_size == 1 else batch_block(batch_size),
         HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         # Prefetching q as keys are would take shared memory for each tile in flight, too much for two CTAs.

@@ -38,7 +38,7 @@ from diptych.optimized.kernels.attention.split_kv import (
     store_partial,
 )
 from diptych.optimized.kernels.carveout import prefer_l1
-from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, where_flag
+from diptych.optimized.kernels.portable import INTERPRETED, batch_block, gpu_of, pdl_options, where_flag
 
 MAX_GROUP = 8
 MIN_REQUESTS = 16
@@ -237,7 +237,7 @@ def fp8_decode_attention(
         q.stride(0), q.stride(1), k_words.stride(1), v_words.stride(1), req_to_token.stride(0),
         STRIDE_K=k_words.stride(0), STRIDE_V=v_words.stride(0),
         GROUP=group, MERGED_G=triton.next_power_of_2(group), PAGE_SIZE=page_size,
-        BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)), WARPS=WARPS,
+        BLOCK_BS=1 if batch_size == 1 else batch_block(batch_size), WARPS=WARPS,
         HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         num_warps=4 if INTERPRETED else WARPS, **pdl_options(q),
     )  # fmt: skip

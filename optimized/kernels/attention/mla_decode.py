@@ -30,7 +30,7 @@ from diptych.optimized.kernels.attention.split_kv import (
     split_workspace,
     store_partial,
 )
-from diptych.optimized.kernels.portable import Gpu, gpu_of, pdl_options
+from diptych.optimized.kernels.portable import Gpu, batch_block, gpu_of, pdl_options
 
 MAX_GROUP = 16
 """Query heads of a CTA: the smallest tile of tensor cores."""
@@ -240,7 +240,7 @@ def mla_decode(
         batch_size, scale * kv_scale, kv_scale, q.stride(0), q.stride(1), req_to_token.stride(0),
         STRIDE=rows.stride(0), ROPE=rope, BLOCK_R=max(16, triton.next_power_of_2(rope)),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
-        BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
+        BLOCK_BS=1 if batch_size == 1 else batch_block(batch_size),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", MERGES=w_v is None,
         num_warps=8, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import batch_block
+
 BLOCK = 256
 MIN_BATCH_BLOCK = 128
 """Smaller batches share one compiled kernel."""
@@ -67,6 +69,6 @@ def pack_mask(
         packed,
         indptr,
         batch_size,
-        BATCH_BLOCK=max(MIN_BATCH_BLOCK, triton.next_power_of_2(batch_size)),
+        BATCH_BLOCK=batch_block(batch_size, MIN_BATCH_BLOCK),
         BLOCK=BLOCK,
     )

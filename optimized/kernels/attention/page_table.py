@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import batch_block
+
 BLOCK = 512
 MIN_BATCH_BLOCK = 128
 """Smaller batches share one compiled kernel."""
@@ -94,6 +96,6 @@ def fill_page_table(
         window,
         HAS_WINDOW=window >= 0,
         PAGE_SIZE=page_size,
-        BATCH_BLOCK=max(MIN_BATCH_BLOCK, triton.next_power_of_2(batch_size)),
+        BATCH_BLOCK=batch_block(batch_size, MIN_BATCH_BLOCK),
         BLOCK=BLOCK,
     )

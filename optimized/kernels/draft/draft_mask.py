@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import batch_block
+
 BLOCK = 1024
 NUM_PROGRAMS = 512
 """The total number of CTAs, enough to fill a GPU; those of a request take its blocks in turn."""
@@ -42,5 +44,5 @@ def flatten_mask(visible: torch.Tensor, seq_lens: torch.Tensor, mask: torch.Tens
         num_parts = min(triton.cdiv(NUM_PROGRAMS, bs), triton.cdiv(mask.shape[0], BLOCK))
         _mask_kernel[(bs, num_parts)](
             visible.view(torch.uint8), seq_lens, mask.view(torch.uint8), bs,
-            NUM=num, TAIL=num_last, BATCH_BLOCK=triton.next_power_of_2(bs), BLOCK=BLOCK,
+            NUM=num, TAIL=num_last, BATCH_BLOCK=batch_block(bs), BLOCK=BLOCK,
         )  # fmt: skip

@@ -22,7 +22,7 @@ ROWS = 64 if INTERPRETED else 16
 WARPS, STEP, STAGES = 4, 128, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sliced_k_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
     num_tokens, stride_x, stride_weight, stride_residual, stride_y,

@@ -10,7 +10,7 @@ Multiplications and subtractions round one by one (no fused multiply-add), as in
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -22,17 +22,31 @@ from diptych.shared.types import SamplingBatchInfo
 TILE = 4096
 INTERPRETED_TILE = 65536
 PARAMETERS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "is_greedy")
+GIVEN = {
+    "output_counts": torch.int32,
+    "prompt_mask": torch.bool,
+    "frequency_penalties": torch.float32,
+    "presence_penalties": torch.float32,
+    "repetition_penalties": torch.float32,
+    "vocab_mask": torch.int32,
+    "banned": torch.bool,
+    "logit_bias": torch.float32,
+}
+"""Tensors of `SamplingBatchInfo`, in the order of the kernel's arguments."""
 ADJUSTMENTS = ("logit_bias", "banned", "vocab_mask", "output_counts")
 
 
-@triton.jit(do_not_specialize=["num_rows", "mask_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "mask_stride", "given"],
+    do_not_specialize_on_alignment=["frequency_ptr", "presence_ptr", "repetition_ptr"],
+)
 def _adjust_kernel(
     logits_ptr, out_ptr, counts_ptr, prompt_ptr, frequency_ptr, presence_ptr, repetition_ptr,
-    mask_ptr, banned_ptr, bias_ptr, row_stride, out_stride, mask_stride, num_rows, vocab_size,
-    COUNTS: tl.constexpr, PROMPT: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
-    REPETITION: tl.constexpr, MASK: tl.constexpr, BANNED: tl.constexpr, BIAS: tl.constexpr,
+    mask_ptr, banned_ptr, bias_ptr, row_stride, out_stride, mask_stride, num_rows, vocab_size, given,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """given: bit i is set if GIVEN[i] is. An argument and no constant, or each of 255 combinations would be a
+    kernel that is compiled when the first request asks for it."""
     num_pieces = tl.cdiv(vocab_size, COLUMNS)
     rows = (tl.program_id(0) // num_pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     ids = tl.program_id(0) % num_pieces * COLUMNS + tl.arange(0, COLUMNS)
@@ -41,24 +55,24 @@ def _adjust_kernel(
     at = rows[:, None] * vocab_size + ids[None, :]
     raw = tl.load(logits_ptr + rows[:, None] * row_stride + ids[None, :], mask=inside).to(tl.float32)
     x = raw
-    if COUNTS:
+    if given & 1:
         counts = tl.load(counts_ptr + at, mask=inside, other=0)
-        if REPETITION:
+        if given & 16:
             seen = counts > 0
-            if PROMPT:
+            if given & 2:
                 seen |= tl.load(prompt_ptr + at, mask=inside, other=0).to(tl.int1)
             penalty = tl.load(repetition_ptr + rows, mask=is_row, other=1.0)[:, None]
             x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
-        if FREQUENCY:
+        if given & 4:
             x -= tl.load(frequency_ptr + rows, mask=is_row, other=0.0)[:, None] * counts.to(tl.float32)
-        if PRESENCE:
+        if given & 8:
             x -= tl.where(counts > 0, tl.load(presence_ptr + rows, mask=is_row, other=0.0)[:, None], 0.0)
-    if MASK:
+    if given & 32:
         words = tl.load(mask_ptr + rows[:, None] * mask_stride + ids[None, :] // 32, mask=inside, other=0)
         x = tl.where(((words >> (ids % 32)[None, :]) & 1) == 0, float("-inf"), x)
-    if BANNED:
+    if given & 64:
         x = tl.where(tl.load(banned_ptr + at, mask=inside, other=0).to(tl.int1), float("-inf"), x)
-    if BIAS:
+    if given & 128:
         x += tl.load(bias_ptr + at, mask=inside, other=0.0)
     out_at = rows[:, None] * out_stride + ids[None, :]
     tl.store(out_ptr + out_at, tl.where(raw != raw, raw, x), mask=inside)
@@ -92,21 +106,15 @@ def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     tile = INTERPRETED_TILE if INTERPRETED else TILE
     columns = min(triton.next_power_of_2(vocab_size), tile)
     rows = tile // columns
-    given = {
-        field.name: value.contiguous()
-        for field in fields(info)
-        if isinstance(value := getattr(info, field.name), torch.Tensor)
-    }
+    tensors, given = [], 0
+    for bit, (name, dtype) in enumerate(GIVEN.items()):
+        tensor = getattr(info, name)
+        given |= (tensor is not None) << bit
+        tensors.append(logits.view(dtype) if tensor is None else tensor.contiguous())
     out = empty_rows(logits)
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(vocab_size, columns),)
     _adjust_kernel[grid](
-        logits, out, given.get("output_counts"), given.get("prompt_mask"), given.get("frequency_penalties"),
-        given.get("presence_penalties"), given.get("repetition_penalties"), given.get("vocab_mask"),
-        given.get("banned"), given.get("logit_bias"), logits.stride(0), out.stride(0),
-        given["vocab_mask"].stride(0) if "vocab_mask" in given else 0, num_rows, vocab_size,
-        COUNTS="output_counts" in given, PROMPT="prompt_mask" in given,
-        FREQUENCY="frequency_penalties" in given, PRESENCE="presence_penalties" in given,
-        REPETITION="repetition_penalties" in given, MASK="vocab_mask" in given, BANNED="banned" in given,
-        BIAS="logit_bias" in given, ROWS=rows, COLUMNS=columns, enable_fp_fusion=False,
+        logits, out, *tensors, logits.stride(0), out.stride(0), tensors[5].stride(0), num_rows, vocab_size,
+        given, ROWS=rows, COLUMNS=columns, enable_fp_fusion=False,
     )  # fmt: skip
     return out

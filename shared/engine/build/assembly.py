@@ -18,6 +18,8 @@ from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan, make_plan
 from diptych.shared.engine.build.pools import make_pools
+from diptych.shared.engine.compilations import Compilations
+from diptych.shared.engine.compilations import watch as watch_compilers
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
@@ -60,6 +62,7 @@ class Assembly:
     experts: ExpertManager | None = None  # with expert parallelism
     lora: LoraAdapters | None = None  # None: the engine takes no adapters
     vision: Any = None  # a `VisionTower`; None: the engine takes no images
+    compilations: Compilations = field(default_factory=Compilations)  # of this process
     tp: Collectives = ALONE  # the ranks of tensor parallelism
 
 
@@ -88,7 +91,7 @@ def assemble(
 
     Raises `ValueError` for errors of the configuration, the model's files or the tokenizer, before memory for
     weights or pools is allocated."""
-    phases = Phases()
+    phases, compilations = Phases(), Compilations()
     plan = make_plan(config, replace, tp)
     features = Features(plan)
     if plan.device.type == "cuda" and plan.device.index is not None:
@@ -106,6 +109,7 @@ def assemble(
         pools = make_pools(plan, features, model, extras, free_before)
         parts = make_parts(plan, features, model, extras, pools, clock)
         phases.end("pools")
+        watch_compilers()  # all that compile are imported now
         parts.model_runner.prepare(plan.config, parts.sampler, parts.num_token_ids)
         phases.end("kernels and graphs")
     scheduler = features.component("scheduler")(plan.config, plan.model_config, parts)
@@ -130,6 +134,7 @@ def assemble(
         experts=extras.experts,
         lora=extras.lora,
         vision=extras.vision,
+        compilations=compilations,
         tp=plan.tp or ALONE,
     )
 

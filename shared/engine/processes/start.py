@@ -14,6 +14,12 @@ T = TypeVar("T")
 def start_assembly(config: EngineConfig) -> Assembly:
     """Start the engine. Raises `ValueError` for a configuration that cannot run. On a launched rank other
     than 0 it does not return; the process ends with rank 0."""
+    assembly = _started(config)
+    assembly.compilations.ready()
+    return assembly
+
+
+def _started(config: EngineConfig) -> Assembly:
     if config.disaggregation:
         from diptych.shared.engine.processes.disaggregated import assemble_disaggregated
 

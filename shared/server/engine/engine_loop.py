@@ -76,6 +76,7 @@ class EngineLoop:
         try:
             if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
                 warm_up(self.assembly)
+                self.assembly.compilations.ready()
             self.channel.send(self._ready())
             while not self._is_stopping:
                 self._read_messages()
@@ -345,6 +346,7 @@ class EngineLoop:
             num_retractions=stats.num_retractions,
             num_verifications=stats.speculation.num_verifications,
             num_accepted_tokens=stats.speculation.num_accepted_tokens,
+            num_compiled_kernels=self.assembly.compilations.num_after_ready,
             is_paused=self.is_paused,
             num_replicas=self.scheduler.num_replicas,
             problem=self.scheduler.problem,

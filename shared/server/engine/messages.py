@@ -153,6 +153,7 @@ class Load(msgspec.Struct, kw_only=True):
     num_retractions: int = 0
     num_verifications: int = 0
     num_accepted_tokens: int = 0
+    num_compiled_kernels: int = 0  # since the engine was ready
     is_paused: bool = False
     num_replicas: int = 1  # with dp: those that have not ended
     problem: str | None = None  # why the engine ends as soon as no request is left

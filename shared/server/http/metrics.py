@@ -21,6 +21,9 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
         self.num_requests = self._counter("num_requests_total", "HTTP requests that reached the engine.")
         self.num_aborted = self._counter("num_aborted_requests_total", "Of these, aborted or failed ones.")
+        self.compiled = self._counter(
+            "kernels_compiled_after_ready_total", "Kernels that were compiled while requests waited."
+        )
         self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step.")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to token 1.")
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between output tokens.")
@@ -41,6 +44,7 @@ class Metrics:
             )
         }
         self._last_scrape = (time.monotonic(), 0)
+        self._num_compiled = 0
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"diptych:{name}", text, registry=self.registry)
@@ -77,6 +81,8 @@ class Metrics:
         num_used = load.num_used_tokens - load.num_evictable_tokens
         verifications = max(load.num_verifications, 1)
         accept_length = load.num_accepted_tokens / verifications + (load.num_verifications > 0)
+        self.compiled.inc(load.num_compiled_kernels - self._num_compiled)
+        self._num_compiled = load.num_compiled_kernels
         for name, value in {
             "num_running_reqs": load.num_running,
             "num_queue_reqs": load.num_waiting,

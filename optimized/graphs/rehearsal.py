@@ -1,0 +1,77 @@
+"""The steps that no graph contains, as examples from which their kernels are compiled.
+
+Which kernel and which tiles a launcher chooses depends on the numbers of tokens and of requests. The examples
+have numbers on both sides of each choice. `tests/model_runner/test_compile_ahead.py` checks that random
+requests launch no other variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.to_device import vectors_to_device
+from diptych.shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
+
+NUM_REQUESTS = (1, 2, 3, 4, 5, 17, 33, 65, 257, 1025)
+"""Kernels for few rows have other tiles from each of these numbers on."""
+TOKENS_EACH = (8, 16, 32, 64, 128)
+"""of a prompt: attention has tiles of so many queries."""
+NUM_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+"""Prefill steps beyond the captured ones: a layer of experts chooses its tiles by them."""
+SAMPLING: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+    {"temperature": 0.0, "return_logprob": True},
+    {"temperature": 0.8, "return_logprob": True, "top_logprobs_num": 5},
+    {"temperature": 0.8, "top_p": 0.9, "return_logprob": True, "top_logprobs_num": 5},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "min_new_tokens": 1},
+)
+"""One batch with each: kernels of sampling differ."""
+
+
+def prefill_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
+    """Steps of prompts that run without a graph, or whose attention does. num_captured: the most tokens of a
+    step in a graph."""
+    most = config.max_prefill_tokens
+    if config.chunked_prefill_size is not None:
+        most = min(most, config.chunked_prefill_size)
+    for num_requests in NUM_REQUESTS:
+        if num_requests <= min(config.max_running_requests, most):
+            yield prompts(_shares(max(min(num_captured, most), num_requests), num_requests), device)
+    for num_tokens in TOKENS_EACH:
+        yield prompts([min(num_tokens, most)], device)
+    for num_tokens in (num_captured + 1, *NUM_TOKENS, most):
+        if num_captured < num_tokens <= most:
+            yield prompts([num_tokens], device)
+
+
+def _shares(num_tokens: int, num_requests: int) -> list[int]:
+    each, rest = divmod(num_tokens, num_requests)
+    return [each + (i < rest) for i in range(num_requests)]
+
+
+def prompts(lens: list[int], device: torch.device) -> ForwardBatch:
+    """Prompts of these lengths, all in the dummy page."""
+    zeros = [0] * sum(lens)
+    positions = [position for n in lens for position in range(n)]
+    starts = [0, *accumulate(lens)][:-1]
+    ids, places, rows, seq_lens, slots, extend_lens, start_locs = vectors_to_device(
+        [zeros, positions, [0] * len(lens), lens, zeros, lens, starts], device
+    )
+    on_cpu = tuple(lens)
+    return ForwardBatch(
+        ForwardMode.EXTEND, ids, places, rows, seq_lens, slots, extend_lens, start_locs, on_cpu, on_cpu
+    )  # fmt: skip
+
+
+def sampling_infos(num_token_ids: int, device: torch.device) -> Iterator[SamplingBatchInfo]:
+    """Each kind of sampling, of one request, which launches what any number of requests does."""
+    for fields in SAMPLING:
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        yield make_sampling_batch_info([Req("example", [0], params, seed=0)], num_token_ids, device)

@@ -1,0 +1,88 @@
+"""Compiles kernels before they are needed, many at a time.
+
+Within `compile_ahead` launchers are called as usual, with the shapes of real steps, but no Triton kernel is
+launched: each variant is compiled by a thread and loaded at the end. So the list of what is to be compiled
+follows from model and flags, by the code that launches, and is written nowhere twice. PyTorch's kernels and
+cuBLAS do run. New memory is filled with zeros, so that tensors which a kernel would have written are valid
+indices.
+
+Triton's compiler leaves Python's lock in MLIR, LLVM and ptxas, which take about three quarters of its time
+(measured: docs/lab/cuda-graphs.md). So threads compile in parallel, and the kernels need not be read back
+from other processes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm.auto import tqdm
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+_aten = torch.ops.aten
+_UNINITIALIZED = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+class Zeros(TorchDispatchMode):
+    """Fills uninitialized tensors with zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output.zero_() if func in _UNINITIALIZED else output
+
+
+class Variants:
+    """The kernel variants that this thread's launchers ask for. `run` takes the place of `JITFunction.run`;
+    other threads go on launching."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.run_jit = JITFunction.run
+        self.known: set[Any] = set()
+        self.compiled: list[Any] = []  # kernels, or promises of them
+
+    def run(self, jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return self.run_jit(jit, *args, grid=grid, warmup=warmup, **options)
+        *_, bind = jit.device_caches[driver.active.get_current_device()]
+        _, specialization, others = bind(*args, **options)
+        key = jit, tuple(specialization), tuple(others.items())
+        if key not in self.known:
+            self.known.add(key)
+            self.compiled.append(self.run_jit(jit, *args, grid=grid, warmup=True, **options))
+        return None
+
+
+@contextmanager
+def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
+    """Compile all kernels that this thread launches within the block, and launch none. They are ready to be
+    launched at its end. Results that depend on a kernel mean nothing. The first error of a compiler is raised
+    at the end."""
+    variants = Variants()
+    with ThreadPoolExecutor(num_threads or os.cpu_count()) as threads, AsyncCompileMode(threads) as mode:
+        JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
+        try:
+            with Zeros():
+                yield variants
+        finally:
+            JITFunction.run = variants.run_jit
+        waiting = as_completed(list(mode.raw_futures))
+        for _ in tqdm(waiting, "compile kernels", len(mode.raw_futures), leave=False, delay=1.0):
+            pass
+    for kernel in variants.compiled:
+        loaded = kernel.result() if hasattr(kernel, "result") else kernel
+        loaded._init_handles()
