@@ -9,8 +9,11 @@ against the batch. Eager prompts compute the last layer behind attention for the
 
 from __future__ import annotations
 
+import time
+
 import torch
 
+from diptych.optimized.attention.default import DefaultAttention
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner
 from diptych.optimized.graphs.rehearsal import prefill_batches, sampling_infos
@@ -93,12 +96,16 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
     # --8<-- [end:forward-and-sample]
 
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
+        if isinstance(self.attention, DefaultAttention):
+            self.attention.prepare()
         self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows)
         self.kinds = self.steps.kinds
         graphs = None if config.disable_cuda_graph else self._graphs()
-        if self.kv_pool.device.type == "cuda" and not config.skip_warmup:
+        if self.kv_pool.device.type == "cuda" and not config.skip_warmup and config.pp == 1:
+            start = time.perf_counter()
             with compile_ahead():
                 self.rehearse(config, sampler, num_token_ids, has_graphs=graphs is not None)
+            self.compile_seconds = time.perf_counter() - start
         if graphs is not None:
             self.steps.capture(graphs, self.capture_hidden, sampler, num_token_ids)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,17 @@ class Choice(NamedTuple):
 
 def can_compile() -> bool:
     """Whether FlashInfer finds nvcc, or brings its kernels compiled."""
+    return can_run_nvcc() or importlib.util.find_spec("flashinfer_jit_cache") is not None
+
+
+def can_run_nvcc() -> bool:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return (
-        shutil.which("nvcc") is not None
-        or os.path.exists(os.path.join(home, "bin", "nvcc"))
-        or importlib.util.find_spec("flashinfer_jit_cache") is not None
-    )
+    return shutil.which("nvcc") is not None or os.path.exists(os.path.join(home, "bin", "nvcc"))
+
+
+def _is_refused(layer: AttentionLayer) -> bool:
+    """Whether FlashInfer's backends refuse the layer."""
+    return layer.sinks is not None or layer.attention_chunk > 0
 
 
 class DefaultAttention(HybridAttention):
@@ -75,10 +80,30 @@ class DefaultAttention(HybridAttention):
         head_dim = kv_pool.k_buffer(0).shape[-1]
         self.choice = self.choose(kv_pool.device, kv_pool.dtype, head_dim)
         self.prefill, self.decode = self.choice.prefill, self.choice.decode
+        self.missing: list[Any] = []  # modules of FlashInfer, a `flashinfer_build.Module` each
         super().__init__(req_to_token_pool, kv_pool)
 
     def check_layer(self, layer: AttentionLayer) -> None:
+        """Layers whose module of FlashInfer is not compiled are not waited for: then no layer uses it, until
+        the next start. Within a run attention does not change, so that a prompt's bits do not depend on the
+        time."""
         self.decode_backend.check_layer(layer)  # which computes the layers that the other one refuses
+        module_of = getattr(self.prefill_backend, "prefill_module", None)
+        if module_of is None or _is_refused(layer):
+            return
+        module = module_of(layer)
+        if module not in self.missing and not module.is_built:
+            self.missing.append(module)
+
+    def prepare(self) -> None:
+        """Compile missing modules in the background, and do without them."""
+        if self.missing:
+            from diptych.optimized.attention.flashinfer_build import build_in_background
+
+            if can_run_nvcc():
+                build_in_background(self.missing)
+            self.choice = Choice(self.decode, self.decode, "FlashInfer's module is not compiled")
+            self.prefill, self.prefill_backend = self.decode, self.decode_backend
 
     def _backend_for(self, forward_batch: ForwardBatch) -> interface.AttentionBackend:
         if forward_batch.num_tokens < MIN_TOKENS_PER_REQUEST * forward_batch.batch_size:
@@ -95,8 +120,7 @@ class DefaultAttention(HybridAttention):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        is_refused = layer.sinks is not None or layer.attention_chunk > 0
-        if is_refused and plan.parts[0].backend is not self.decode_backend:
+        if _is_refused(layer) and plan.parts[0].backend is not self.decode_backend:
             decode_plan = self.decode_backend.plan(plan.forward_batch)
             return self.decode_backend.run(q, layer, decode_plan, k=k, v=v, out=out)
         return super().run(q, layer, plan, k=k, v=v, out=out)

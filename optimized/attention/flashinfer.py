@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from diptych.optimized.attention.flashinfer_build import Module
 from diptych.optimized.attention.flashinfer_wrappers import (
     Kernels,
     Kind,
@@ -209,6 +210,12 @@ class FlashInferAttention(interface.AttentionBackend):
         self._refuse_unless(layer.sinks is None, "sinks", supported)
         supported = "layers without it; attention=triton supports chunks"
         self._refuse_unless(layer.attention_chunk == 0, "attention_chunk", supported)
+
+    def prefill_module(self, layer: AttentionLayer) -> Module:
+        """The compiled module that prompts of a layer need, with q of the pool's dtype."""
+        pool = self.kv_pool
+        q = torch.empty(0, layer.num_qo_heads, layer.head_dim, dtype=pool.dtype)
+        return Kind.of(q, layer, pool.dtype, pool.page_size).module(self.kernels)
 
     def _check(self, q: torch.Tensor, layer: AttentionLayer) -> None:
         self.check_layer(layer)

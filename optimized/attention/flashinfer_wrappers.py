@@ -3,17 +3,15 @@ waiting for the device. It uses only public names of FlashInfer."""
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.decode import fast_decode_plan
-from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
+from diptych.optimized.attention.flashinfer_build import Module, announce
 from diptych.optimized.attention.page_tables import HostTable, PageTable
 from diptych.optimized.kernels.attention.pack_mask import pack_mask
 from diptych.shared.types import ForwardBatch
@@ -54,6 +52,13 @@ class Kind(NamedTuple):
         heads = layer.num_qo_heads, layer.num_kv_heads, layer.head_dim
         window = max(layer.sliding_window, -1)
         return Kind(q.dtype, kv_dtype, *heads, page_size, window, max(layer.logit_cap, 0.0), layer.scale)
+
+    def module(self, kernels: Kernels) -> Module:
+        """The module of FlashInfer with the kernels of this kind."""
+        if kernels == "decode" and self.decodes_on_tensor_cores:
+            kernels = "fa2"
+        q_dtype, kv_dtype = (str(dtype).removeprefix("torch.") for dtype in (self.q_dtype, self.kv_dtype))
+        return Module(kernels, q_dtype, kv_dtype, self.head_dim, self.window >= 0, self.logit_cap > 0)
 
     @property
     def group_size(self) -> int:
@@ -219,7 +224,7 @@ def make_wrapper(
 ) -> PlannedWrapper:
     """Make a wrapper. With a table: for batches of its size, also in CUDA graphs; the wrapper reads the
     table's and the mask's buffers as long as it lives. Without: for any batch without a mask."""
-    _announce_compilation(kernels, kind)
+    announce(kind.module(kernels))
     if kernels == "decode":
         return PlannedWrapper(_decode_wrapper(kind, workspace, table), kind)
     buffers: dict[str, Any] = {}
@@ -252,17 +257,3 @@ def _decode_wrapper(kind: Kind, workspace: torch.Tensor, table: PageTable | None
     int_workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
     wrapper.reset_workspace_buffer(workspace, int_workspace)
     return wrapper
-
-
-@functools.cache
-def _announce_compilation(kernels: Kernels, kind: Kind) -> None:
-    """Print a message before FlashInfer compiles a kind's kernels at its first plan, which takes tens of
-    seconds. It caches them on disk."""
-    types = kind.q_dtype, kind.kv_dtype, kind.q_dtype, torch.int32
-    variant = kind.head_dim, kind.head_dim, 0, kind.window >= 0, kind.logit_cap > 0
-    if kernels == "decode" and not kind.decodes_on_tensor_cores:
-        spec = gen_batch_decode_module(*types, *variant)
-    else:
-        spec = gen_batch_prefill_module("fa3" if kernels == "fa3" else "fa2", *types, *variant, False)
-    if not spec.is_compiled:
-        print(f"FlashInfer compiles {spec.name} (once, about half a minute) ...", file=sys.stderr, flush=True)

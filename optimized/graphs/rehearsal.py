@@ -38,22 +38,18 @@ SAMPLING: tuple[dict[str, object], ...] = (
 def prefill_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
     """Steps of prompts that run without a graph, or whose attention does. num_captured: the most tokens of a
     step in a graph."""
+    assert config.context_len is not None
     most = config.max_prefill_tokens
     if config.chunked_prefill_size is not None:
         most = min(most, config.chunked_prefill_size)
-    for num_requests in NUM_REQUESTS:
+    cases = [(max(min(num_captured, most), n), n) for n in NUM_REQUESTS]
+    cases += [(min(n, most), 1) for n in TOKENS_EACH]
+    cases += [(n, 1) for n in (num_captured + 1, *NUM_TOKENS, most) if num_captured < n <= most]
+    for num_tokens, num_requests in cases:
+        num_requests = max(num_requests, -(-num_tokens // config.context_len))
         if num_requests <= min(config.max_running_requests, most):
-            yield prompts(_shares(max(min(num_captured, most), num_requests), num_requests), device)
-    for num_tokens in TOKENS_EACH:
-        yield prompts([min(num_tokens, most)], device)
-    for num_tokens in (num_captured + 1, *NUM_TOKENS, most):
-        if num_captured < num_tokens <= most:
-            yield prompts([num_tokens], device)
-
-
-def _shares(num_tokens: int, num_requests: int) -> list[int]:
-    each, rest = divmod(num_tokens, num_requests)
-    return [each + (i < rest) for i in range(num_requests)]
+            each, rest = divmod(num_tokens, num_requests)
+            yield prompts([each + (i < rest) for i in range(num_requests)], device)
 
 
 def prompts(lens: list[int], device: torch.device) -> ForwardBatch:

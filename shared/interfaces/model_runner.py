@@ -51,6 +51,8 @@ class ModelRunner(ABC):
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
     expert_manager: Any = None
+    compile_seconds: float = 0.0
+    """of `prepare`: for compiling kernels before they are needed"""
 
     def __init__(
         self,

@@ -73,10 +73,12 @@ class Phases:
     seconds: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.perf_counter)
 
-    def end(self, name: str) -> None:
-        """Record the time since the last call as the phase `name`."""
+    def end(self, name: str, **before: float) -> None:
+        """Record the time since the last call as the phase `name`, without phases before it whose time is
+        known."""
         now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+        self.seconds |= before
+        self.seconds[name], self._last = now - self._last - sum(before.values()), now
 
 
 def assemble(
@@ -111,7 +113,7 @@ def assemble(
         phases.end("pools")
         watch_compilers()  # all that compile are imported now
         parts.model_runner.prepare(plan.config, parts.sampler, parts.num_token_ids)
-        phases.end("kernels and graphs")
+        phases.end("graphs", kernels=parts.model_runner.compile_seconds)
     scheduler = features.component("scheduler")(plan.config, plan.model_config, parts)
     eos_token_ids = plan.model_config.eos_token_ids
     if plan.tokenizer is not None:

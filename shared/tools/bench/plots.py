@@ -62,6 +62,22 @@ def plot_scaling(file: Path, title: str, speeds: Mapping[str, Mapping[int, float
     figure.savefig(file)
 
 
+def plot_phases(file: Path, title: str, seconds: Mapping[str, Mapping[str, float]]) -> None:
+    """A bar for each case, in pieces: the seconds of its phases, one after the other."""
+    figure, axes = new_figure(title)
+    phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
+    lefts = [0.0] * len(seconds)
+    for phase in phases:
+        widths = [each.get(phase, 0.0) for each in seconds.values()]
+        axes.barh(range(len(seconds)), widths, left=lefts, label=phase)
+        lefts = [left + width for left, width in zip(lefts, widths)]
+    axes.set_yticks(range(len(seconds)), list(seconds))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.legend(fontsize="x-small")
+    figure.savefig(file)
+
+
 def plot_itl(file: Path, title: str, itl: Mapping[str, Sequence[float]]) -> None:
     """Cumulative distribution of inter-token latency, one line for each name."""
     figure, axes = new_figure(title)

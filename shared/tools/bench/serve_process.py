@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
@@ -18,10 +18,12 @@ STOP_SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def own_server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
-    """The URL of a server that runs while the context is open. If it does not start, raises `ValueError` with
-    the server's output."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def own_server(
+    arguments: Sequence[str], start_seconds: float = START_SECONDS, env: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """The URL of a server that runs while the context is open. `env`: its environment. If it does not start,
+    raises `ValueError` with the server's output."""
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     command = [
         sys.executable,
         "-c",
@@ -35,7 +37,7 @@ def own_server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*command, *arguments],
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={**env, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -16,6 +16,7 @@ from diptych.shared.tools.commands import (
     bench_scheduling,
     bench_serve,
     bench_speculation,
+    bench_startup,
     bench_step,
 )
 
@@ -39,3 +40,4 @@ app.command("allreduce")(bench_all_reduce.allreduce)
 app.command("experts")(bench_experts.experts)
 app.command("scheduling")(bench_scheduling.scheduling)
 app.command("serve")(bench_serve.serve)
+app.command("startup")(bench_startup.startup)

@@ -1,0 +1,71 @@
+"""The kernel variants that an engine would launch on an H100, without a GPU.
+
+Run as its own process with TRITON_INTERPRET=0; standard input: the flags of an engine, in JSON. Launchers run
+unchanged on CPU tensors; Triton gets a driver that names the target, and nothing is launched. Prints what
+requests launch beyond what was compiled ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from diptych.optimized.kernels import carveout, portable
+from tests.kernels.compile_worker import GPUS, NoDriver
+
+NUM_ROUNDS = 8
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    # Before other modules import them.
+    portable.gpu_of = lambda device: GPUS[NoDriver.name]
+    carveout.prefer_l1 = lambda launched, num_ctas=0: None
+    CompiledKernel._init_handles = lambda kernel: None
+
+    from diptych.optimized.attention import triton as triton_attention
+    from diptych.optimized.kernels.compile_ahead import Variants, Zeros, compile_ahead
+    from diptych.optimized.kernels.linear import rms_norm
+    from diptych.shared import registry
+    from diptych.shared.engine import compilations
+    from diptych.shared.engine.llm import LLM
+    from tests.gpu.test_compilations import random_prompts
+
+    registry.runs_triton = lambda device: True
+    triton_attention.JITFunction = type("NoFunction", (), {})
+
+    flags = json.load(sys.stdin)
+    variants = Variants()
+    compile_one = variants.run_jit
+    variants.run_jit = lambda *args, **options: None  # type: ignore[method-assign]
+    JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
+    with Zeros():
+        llm = LLM(device="cpu", panel="optimized", dtype="bfloat16", max_total_tokens=8192, **flags)
+        parts = llm.assembly.parts
+        parts.model_runner.rehearse(llm.config, parts.sampler, parts.num_token_ids, has_graphs=True)
+        known, dice = set(variants.known), random.Random(0)
+        for _ in range(NUM_ROUNDS):
+            llm.generate(*random_prompts(llm, dice, dice.choice((1, 2, 3, 5, 17, 40))), progress=False)
+    JITFunction.run = compile_one
+    new = [f"{jit.fn.__name__}{spec}" for jit, spec, *_ in variants.known - known]
+
+    compilations.watch()
+    counts = compilations.Compilations()
+    found: list[Any] = []
+    for _ in range(2):
+        with compile_ahead(2):
+            rms_norm.rms_norm(torch.zeros(5, 128, dtype=torch.bfloat16), torch.zeros(128), 1e-6)
+        found.append([counts.num_after_ready, len(counts.after_ready)])
+        rms_norm._rms_norm_kernel.device_caches.clear()  # as a new process has none
+    print(json.dumps({"known": len(known), "new": new, "counts": found}))
+
+
+if __name__ == "__main__":
+    main()
