@@ -6,9 +6,9 @@ follows from model and flags, by the code that launches, and is written nowhere 
 cuBLAS do run. New memory is filled with zeros, so that tensors which a kernel would have written are valid
 indices.
 
-Triton's compiler leaves Python's lock in MLIR, LLVM and ptxas, which take about three quarters of its time
-(measured: docs/lab/cuda-graphs.md). So threads compile in parallel, and the kernels need not be read back
-from other processes.
+Triton's compiler leaves Python's lock in MLIR, LLVM and ptxas, which take two thirds of its time
+(docs/lab/cuda-graphs.md). So threads compile in parallel, and kernels need not be read back from other
+processes.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class Variants:
     def run(self, jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if threading.get_ident() != self.thread:
             return self.run_jit(jit, *args, grid=grid, warmup=warmup, **options)
+        # --8<-- [start:note-a-variant]
         *_, bind = jit.device_caches[driver.active.get_current_device()]
         _, specialization, others = bind(*args, **options)
         key = jit, tuple(specialization), tuple(others.items())
         if key not in self.known:
             self.known.add(key)
             self.compiled.append(self.run_jit(jit, *args, grid=grid, warmup=True, **options))
+        # --8<-- [end:note-a-variant]
         return None
 
 

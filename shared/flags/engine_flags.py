@@ -269,9 +269,11 @@ class EngineFlags:
     """Without it short prompts wait for the CPU. Long prompts wait for the GPU, so graphs gain nothing
     there."""
 
-    skip_warmup: bool = flag(SERVER, False, "Serve without warm-up requests, which only a GPU gets.")
-    """The server is ready a few seconds earlier. The first requests then wait for kernels to be compiled.
-    Warm-up requests count in the totals of `/metrics`."""
+    skip_warmup: bool = flag(
+        SERVER, False, "Compile kernels when they are first used, and serve without warm-up requests."
+    )
+    """The engine is ready earlier. Requests then wait for kernels to be compiled. Warm-up requests, which only
+    a server on a GPU gets, count in the totals of `/metrics`."""
 
     check_invariants: bool = flag(DEBUGGING, False, "Check every pool after every step; slow.")
     """Every step reads all pools and the whole tree."""
