@@ -272,7 +272,7 @@ class EngineFlags:
     skip_warmup: bool = flag(
         SERVER, False, "Compile kernels when they are first used, and serve without warm-up requests."
     )
-    """The engine is ready earlier. Requests then wait for kernels to be compiled. Warm-up requests, which only
+    """The engine is ready earlier, and requests wait for kernels to be compiled. Warm-up requests, which only
     a server on a GPU gets, count in the totals of `/metrics`."""
 
     check_invariants: bool = flag(DEBUGGING, False, "Check every pool after every step; slow.")
