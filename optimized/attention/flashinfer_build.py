@@ -16,8 +16,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
-from flashinfer.jit.core import current_compilation_context
 
 
 class Module(NamedTuple):
@@ -33,6 +31,8 @@ class Module(NamedTuple):
     @property
     def spec(self) -> Any:
         """FlashInfer's description, a `JitSpec`."""
+        from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+
         q_dtype, kv_dtype = getattr(torch, self.q_dtype), getattr(torch, self.kv_dtype)
         types = q_dtype, kv_dtype, q_dtype, torch.int32
         variant = self.head_dim, self.head_dim, 0, self.has_window, self.has_cap
@@ -58,6 +58,8 @@ def announce(module: Module) -> None:
 
 def build_in_background(modules: Sequence[Module]) -> None:
     """Start a process that compiles modules one after the other. It uses half of the cores, and no GPU."""
+    from flashinfer.jit.core import current_compilation_context
+
     architectures = " ".join(
         f"{major}.{minor}" for major, minor in sorted(current_compilation_context.TARGET_CUDA_ARCHS)
     )
