@@ -36,7 +36,7 @@ SAMPLING: tuple[dict[str, object], ...] = (
 
 
 def prefill_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
-    """Steps of prompts that run without a graph, or whose attention does. num_captured: the most tokens of a
+    """Prefill steps that run without a graph, or whose attention does. num_captured: the most tokens of a
     step in a graph."""
     assert config.context_len is not None
     most = config.max_prefill_tokens
