@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sys
 import time
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig
 from tests.conformance.test_contracts import cases
-from tests.gpu import flashinfer_modules, session
+from tests.gpu import flashinfer_modules, harness, session
 from tests.gpu.flashinfer_modules import BUILT, EXPERTS, Module, missing, modules_of
 
 
@@ -128,3 +130,31 @@ def test_modules_are_compiled_unless_they_are(monkeypatch: pytest.MonkeyPatch) -
     lines = list(flashinfer_modules.build([Module("fa2", torch.float16), Module("decode")]))
     assert [line.split()[-1] for line in lines] == ["fa2", "decode"]
     assert built == [torch.float16]
+
+
+FILES = sorted(
+    path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_flags_of_tests_are_flags(name: str) -> None:
+    """Also of tests that no computer without a GPU runs."""
+    module = importlib.import_module(f"tests.gpu.{name}")
+    functions = [value for key, value in vars(module).items() if key.startswith("test_")]
+    marks = [
+        mark for each in functions for mark in getattr(each, "pytestmark", []) if mark.name == "parametrize"
+    ]
+    values = [getattr(value, "values", value) for mark in marks for value in mark.args[1]]
+    flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    for flags in [each for each in flat if isinstance(each, dict)]:
+        EngineConfig(model="tiny-dense", **{**harness.OPTIMIZED, **flags})
+
+
+@pytest.mark.parametrize("backend", [None, *harness.graph_backends()])
+def test_engines_of_the_harness_are_configured(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "LLM", EngineConfig)
+    for engine in (harness.reference("tiny-moe"), harness.optimized("tiny-moe", backend, page_size=4)):
+        assert isinstance(engine, EngineConfig)
+        assert engine.device == "cuda"
+        assert harness.name_of(dict(engine.use)) == (f"attention={backend}" if engine.use else "default")
