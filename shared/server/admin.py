@@ -46,12 +46,14 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
         caller = caller_of(request)
         if body.abort_all or not caller.owner:
             require_admin(request)
+        reason = "the request was ended by /abort_request"
         if body.abort_all:
+            state.client.set_end_reason(reason)
             return await state.client.control("abort_all")
         if not body.rid:
             raise bad_request('the body must be {"rid": ID} or {"abort_all": true}', "rid")
         owner = None if caller.is_admin else caller.owner
-        return {"num_aborted": state.client.abort(state.client.rids_of(body.rid, owner))}
+        return {"num_aborted": state.client.abort(state.client.rids_of(body.rid, owner), reason)}
 
     @app.get("/server_info", dependencies=admin)
     @app.get("/get_server_info", dependencies=admin)
@@ -77,8 +79,11 @@ def _add_pause_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> Non
     @app.post("/pause_generation", dependencies=admin)
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
         """Run no step until /continue_generation. Without a body: in_place."""
+        mode = (body or PauseRequest()).mode
+        if mode == "abort":
+            state.client.set_end_reason("the request was ended by /pause_generation")
         try:
-            await state.client.control("pause", mode=(body or PauseRequest()).mode)
+            await state.client.control("pause", mode=mode)
         except ValueError as error:
             raise bad_request(str(error)) from None
         state.client.load.is_paused = True  # before the next heartbeat says so

@@ -20,10 +20,9 @@ from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.engine.engine_client import EngineDead
-from diptych.shared.server.http.access import Guard
-from diptych.shared.server.http.bodies import BodyLimit, BodyRoute
+from diptych.shared.server.http.bodies import BodyRoute
 from diptych.shared.server.http.errors import ApiError, invalid_body
-from diptych.shared.server.http.request_log import RequestLog
+from diptych.shared.server.http.layers import add_layers
 from diptych.shared.server.status import add_status_routes
 
 
@@ -46,9 +45,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_native_routes(app, state)
     add_admin_routes(app, state)
     max_image_bytes = state.settings.max_image_bytes if state.ready.vision is not None else 0
-    app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes + max_image_bytes)
-    app.add_middleware(Guard, keys=state.settings.keys, hosts=state.settings.allowed_hosts)
-    app.add_middleware(RequestLog)
+    add_layers(app, state.settings, state.settings.max_body_bytes + max_image_bytes)
     return app
 
 

@@ -116,6 +116,10 @@ async def _drain(state: ServerState) -> None:
     while state.client.num_live and state.client.is_alive and time.monotonic() < end:
         await asyncio.sleep(0.05)
     if state.client.num_live and state.client.is_alive:
+        seconds = state.settings.drain_seconds
+        state.client.set_end_reason(
+            f"the server is shutting down, and the request had not ended {seconds:g} s after the signal"
+        )
         await _control(state, "abort_all")
         end = time.monotonic() + GRACE_SECONDS
         while state.client.num_live and time.monotonic() < end:

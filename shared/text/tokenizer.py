@@ -33,6 +33,14 @@ class Conversation(NamedTuple):
     ending: str
 
 
+class PromptTooLong(ValueError):
+    """A conversation whose prompt has more characters than the context can hold."""
+
+    def __init__(self, num_chars: int, max_chars: int) -> None:
+        super().__init__(f"the conversation has {num_chars} characters; the context holds {max_chars}")
+        self.num_chars = num_chars
+
+
 class Tokenizer:
     """Wraps a tokenizer of `transformers`; the engine knows only this class."""
 
@@ -99,8 +107,9 @@ class Tokenizer:
         is spelled like a special token in a message is plain text.
 
         max_chars: of the prompt's text; a longer one is refused before it is tokenized. `template_args` are
-        the template's own switches, such as enable_thinking. Raises `ValueError` when there is no template or
-        it refuses the messages, for malformed ones, and for names of `template_args` that are reserved."""
+        the template's own switches, such as enable_thinking. Raises `PromptTooLong`, and `ValueError` when
+        there is no template or it refuses the messages, for malformed ones, and for names of `template_args`
+        that are reserved."""
         return self.conversation(
             messages,
             tools=tools,
@@ -185,7 +194,7 @@ class Tokenizer:
                 "the chat template calls itself, or the messages are nested too deeply"
             ) from None
         if max_chars is not None and len(text) > max_chars:
-            raise ValueError(f"the conversation has {len(text)} characters; the context holds {max_chars}")
+            raise PromptTooLong(len(text), max_chars)
         return text
 
     def check_template_args(self, names: Iterable[str]) -> None:

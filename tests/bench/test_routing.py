@@ -1,6 +1,6 @@
 """The simulated router."""
 
-from diptych.shared.server.router.router import RouterSettings
+from diptych.shared.server.router.policy import RouterSettings
 from diptych.shared.tools.bench.router_simulation import RoutingCase, policies, simulate
 
 

@@ -56,10 +56,13 @@ class FakeClient:
             if name in (rid, live.name) and owner in (None, live.owner)
         ]
 
-    def abort(self, rids: Any) -> int:
+    def set_end_reason(self, reason: str) -> None:
+        self.end_reason = reason
+
+    def abort(self, rids: Any, reason: str = "aborted") -> int:
         found = [self.lives.pop(rid) for rid in list(rids) if rid in self.lives]
         for live in found:
-            live.deliver(Delta(finish=Finish(kind="abort", message="aborted", status=503)))
+            live.deliver(Delta(finish=Finish(kind="abort", message=reason, status=503)))
         return len(found)
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from diptych.shared.server import admin
 from diptych.shared.server.http.access import PUBLIC_PATHS, Keys, read_keys, require_admin
-from diptych.shared.server.router.router import Router, RouterSettings
+from diptych.shared.server.router.policy import RouterSettings
+from diptych.shared.server.router.router import Router
 from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands.server_options import url_of
 from tests.server.in_process import client_of, make_app
 from tests.server.running import ROOT, serving
 
@@ -182,6 +184,66 @@ def test_pages_of_other_sites_reach_nothing(headers: dict[str, str], status: int
     assert ask("GET", "/server_info", headers, **settings).status_code == status
     assert ask("POST", "/continue_generation", headers, **settings).status_code == status
     assert ask("GET", "/health", headers, **settings).status_code == 200  # a link to the page opens it
+
+
+# ---- CORS ----
+
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    **LOCAL,
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type, x-stainless-os",
+}
+
+
+@pytest.mark.parametrize(
+    ("origins", "keys", "is_allowed"),
+    [((), (), False), ((), ("secret",), False), (("https://other.example",), (), False),
+     ((PAGE,), (), True), ((PAGE,), ("secret",), True), (("*",), ("secret",), True)],
+    ids=str,
+)  # fmt: skip
+def test_pages_of_named_sites(origins: tuple[str, ...], keys: tuple[str, ...], is_allowed: bool) -> None:
+    """The question of a browser has no key; the request that follows needs it."""
+    settings = {"cors_origins": origins, "keys": Keys(keys)}
+    asked = ask("OPTIONS", "/v1/completions", PREFLIGHT, **settings)
+    assert asked.is_success is is_allowed
+    assert ("access-control-allow-origin" in asked.headers) is is_allowed
+    headers = {**LOCAL, "Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
+    with_key = headers | ({"Authorization": "Bearer secret"} if keys else {})
+    answer = ask("POST", "/v1/completions", with_key, **settings)
+    assert answer.is_success is (is_allowed or bool(keys))
+    assert (answer.headers.get("access-control-allow-origin") in (PAGE, "*")) is is_allowed
+    if is_allowed:
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        allowed = asked.headers["access-control-allow-headers"]
+        assert all(name in allowed for name in ("authorization", "x-stainless-os"))
+    if keys:
+        assert ask("POST", "/v1/completions", headers, **settings).status_code == 401
+    rebound = {**with_key, "Host": "evil.example"}
+    assert ask("POST", "/v1/completions", rebound, **settings).is_success is bool(keys)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["route", "http://127.0.0.1:1"]], ids=["serve", "route"])
+def test_no_page_of_any_site_without_a_key(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--cors-origin", "*"], env={"DIPTYCH_API_KEY": None})
+    assert result.exit_code == 2
+    assert "name the sites" in re.sub(r"[\s│]+", " ", result.output)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:8000"), ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"),
+     ("::", "http://[::1]:8000"), ("fe80::1%eth0", "http://[fe80::1%25eth0]:8000"), ("a.b", "http://a.b:8000")],
+)  # fmt: skip
+def test_the_printed_url(host: str, url: str) -> None:
+    assert url_of(host, 8000) == url
+
+
+@pytest.mark.full
+def test_a_server_on_ipv6() -> None:
+    with serving("--max-total-tokens", "1024", "--host", "::1") as server:
+        assert httpx.get(f"{server.url}/health", timeout=60).is_success
 
 
 # ---- paths ----

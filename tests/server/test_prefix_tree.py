@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.shared.server.router.router import PrefixTree, Replica
+from diptych.shared.server.router.policy import PrefixTree, Replica
 from tests.properties import given, settings, st
 
 A, B = Replica("http://a"), Replica("http://b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import urllib.request
 
 import httpx
@@ -43,7 +44,10 @@ def test_an_id_is_echoed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "diptych.server")
     assert get("/a%0Ab", b"abc-1").headers["x-request-id"] == "abc-1"
     assert caplog.messages[-1].startswith("GET /a%0Ab x-request-id=abc-1 200 ")
-    assert "x-request-id" not in get("/a").headers
+    answer = get("/a")
+    new = answer.headers["x-request-id"]
+    assert re.fullmatch("req_[0-9a-f]{32}", new)
+    assert answer.headers["request-id"] == new != get("/a").headers["x-request-id"]
     assert caplog.messages[-1].startswith("GET /a 200 ")
 
 
@@ -52,7 +56,7 @@ def test_an_invalid_id_is_ignored(wrong: bytes, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "diptych.server")
     answer = get("/a", wrong)
     assert answer.status_code == 200
-    assert "x-request-id" not in answer.headers
+    assert answer.headers["x-request-id"].startswith("req_")
     assert "x-request-id" not in caplog.text
 
 
@@ -60,7 +64,7 @@ def test_a_defect_is_a_500_and_no_closed_connection(caplog: pytest.LogCaptureFix
     answer = get("/defect", b"abc-1")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error (KeyError)"
-    assert answer.headers["x-request-id"] == "abc-1"
+    assert answer.headers["x-request-id"] == answer.json()["request_id"] == "abc-1"
     assert "a prompt" not in answer.text
     assert "Traceback" in caplog.text
     assert "GET /defect x-request-id=abc-1" in caplog.text

@@ -18,13 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from diptych.shared.server.router.router import (
-    CacheAwarePolicy,
-    Replica,
-    Router,
-    RouterSettings,
-    prompt_text,
-)
+from diptych.shared.server.router.policy import CacheAwarePolicy, Replica, RouterSettings, prompt_text
+from diptych.shared.server.router.router import Router
+from diptych.shared.tools.bench.serve_client import Client
+from diptych.shared.tools.conformance.server.client import Client as ServerClient
 from tests.server import in_process
 from tests.server.running import serving
 from tests.server.test_prefix_tree import longest_common
@@ -121,7 +118,13 @@ class FakeServer:
             return StreamingResponse(self._slowly(request), media_type="text/event-stream")
         forwarded = request.headers.getlist("x-forwarded-for")
         key = request.headers.get("authorization")
-        facts = {"from": self.name, "key": key, "forwarded": forwarded, "names": [*request.headers]}
+        facts = {
+            "id": request.headers["x-request-id"],
+            "from": self.name,
+            "key": key,
+            "forwarded": forwarded,
+            "names": [*request.headers],
+        }
         answer = JSONResponse(facts)
         for name, value in (
             ("Set-Cookie", "a"),
@@ -216,6 +219,36 @@ def test_headers_of_one_connection_are_not_passed_on(fakes: list[FakeServer]) ->
             assert {name.lower() for name in names} & {*answer.json()["names"]} == {"x-kept"}
             assert answer.headers.get_list("set-cookie") == ["a", "b"]
             assert not {"x-hop"} & {*answer.headers}
+
+    asyncio.run(play())
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the router nor by the clients of benchmarks and checks."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def play() -> None:
+        async with client_of(Router([fakes[0].url])) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).is_success
+        async with Client(fakes[0].url) as bench:
+            assert (await bench.http.get("/health")).is_success
+        assert ServerClient(fakes[0].url).http.get("/health").is_success
+
+    asyncio.run(play())
+
+
+def test_an_answer_has_one_id_which_the_server_has_too(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        async with client_of(Router([fakes[0].url])) as client:
+            for given in ("mine", None):
+                headers = {"X-Request-ID": given} if given else {}
+                answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+                (found,) = answer.headers.get_list("x-request-id")
+                assert answer.json()["id"] == found
+                assert given in (None, found)
 
     asyncio.run(play())
 

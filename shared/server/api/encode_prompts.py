@@ -21,10 +21,10 @@ from diptych.shared.interfaces.detokenizer import Detokenizer, TokenText
 from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.server.api.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from diptych.shared.server.engine.messages import Ready
-from diptych.shared.server.http.errors import ApiError, bad_request, first_word
+from diptych.shared.server.http.errors import ContextOverflow, bad_request, first_word
 from diptych.shared.text.control_text import control_chars
 from diptych.shared.text.token_bytes import TokenBytes
-from diptych.shared.text.tokenizer import Conversation, Tokenizer
+from diptych.shared.text.tokenizer import Conversation, PromptTooLong, Tokenizer
 from diptych.shared.types import FinishLength, SamplingParams
 
 NUM_TOKENIZER_THREADS = 2
@@ -53,18 +53,15 @@ class Prompts:
             if self.token_bytes is not None
             else 1
         )
-        self.max_text_bytes = ready.context_len * max(longest, 1)
+        self._longest = max(longest, 1)  # token, in bytes
+        self.max_text_bytes = ready.context_len * self._longest
         """No longer text can fit the context: it is refused before it is tokenized."""
 
     async def of_text(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. field: of the body."""
         tokenizer = self._need_tokenizer()
         if len(text) > self.max_text_bytes:
-            raise bad_request(
-                f"the prompt has {len(text)} characters; the context of {self.ready.context_len} tokens "
-                f"holds at most {self.max_text_bytes}",
-                field,
-            )
+            raise self._too_many(len(text), field)
         return await self._run(field, tokenizer.encode, text, add_special_tokens)
 
     async def of_each(
@@ -88,11 +85,7 @@ class Prompts:
         tokenizer = self._need_tokenizer()
         num_chars = sum(map(_num_chars, messages)) + _num_chars_in(tools)
         if num_chars > self.max_text_bytes:
-            raise bad_request(
-                f"the messages and tools have {num_chars} characters; the context of "
-                f"{self.ready.context_len} tokens holds at most {self.max_text_bytes}",
-                "messages",
-            )
+            raise self._too_many(num_chars, "messages")
         num_images = sum(_is_image(part) for message in messages for part in _parts(message))
         config = self._need_vision() if num_images else None
 
@@ -153,8 +146,16 @@ class Prompts:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, function, *args)
+        except PromptTooLong as error:
+            raise self._too_many(error.num_chars, field) from None
         except ValueError as error:
             raise bad_request(str(error), field) from None
+
+    def _too_many(self, num_chars: int, field: str) -> ContextOverflow:
+        """The error for a text of so many characters. No token has more bytes than the longest."""
+        num_tokens = -(-num_chars // self._longest)
+        size = f"{num_chars} characters, which are at least {num_tokens} tokens"
+        return ContextOverflow(num_tokens, self.ready.context_len, field, size=size)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -175,25 +176,14 @@ class Prompts:
             raise bad_request("the prompt is empty; it needs at least one token", field)
         limit = min(ready.context_len, ready.max_total_tokens)
         if len(prompt) >= limit:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens; this model takes at most {limit - 1} and one of "
-                "output",
-                param=field,
-                code="context_length_exceeded",
-            )
+            size = f"{len(prompt)} tokens, which leave none for the answer"
+            raise ContextOverflow(len(prompt), limit, field, size=size)
         if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
             raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", field)
         if params is None:
             return
         if len(prompt) + params.max_new_tokens > ready.context_len:
-            raise ApiError(
-                400,
-                f"the prompt's {len(prompt)} tokens and max_tokens={params.max_new_tokens} exceed the "
-                f"context of {ready.context_len} tokens",
-                param=length_field,
-                code="context_length_exceeded",
-            )
+            raise ContextOverflow(len(prompt), ready.context_len, length_field, params.max_new_tokens)
         if (params.stop or params.stop_regex) and self.tokenizer is None:
             name = "stop" if params.stop else "stop_regex"
             raise bad_request("this model has no tokenizer: stop texts need one", name)

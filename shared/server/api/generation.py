@@ -195,7 +195,8 @@ class Generation:
             else:
                 sample.pending.merge(delta)
             if len(sample.pending.token_ids) > MAX_BACKLOG_TOKENS and sample.finish is None:
-                self.client.abort([sample.rid])
+                reason = f"the client does not read: {len(sample.pending.token_ids)} tokens wait for it"
+                self.client.abort([sample.rid], reason)
             self._arrived.set()
 
         return deliver

@@ -33,7 +33,7 @@ from diptych.shared.server.api.protocol import (
 )
 from diptych.shared.server.api.response_items import Event, OutputItems
 from diptych.shared.server.api.state import ServerState
-from diptych.shared.server.http.errors import bad_request, renamed
+from diptych.shared.server.http.errors import ApiError, bad_request, renamed
 
 FIELDS_OF_CHAT = {
     "messages": "input",
@@ -194,7 +194,7 @@ def add_responses_routes(app: FastAPI, state: ServerState) -> None:
         with renamed(FIELDS_OF_CHAT):
             generation = await start_chat(chat, state)
         events = response_events(body, chat_chunks(chat, generation, state), generation)
-        return await respond(request, body.stream, events, generation, fold_response, sse.named_events)
+        return await respond(request, body.stream, events, generation, fold_response, written)
 
 
 # ---- request ----
@@ -335,6 +335,27 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """The events of a stream. A failure becomes `error`, and `response.failed` with the items that ended."""
+    number, response, output = 0, dict[str, Any](), list[Any]()
+    try:
+        async for event in events:
+            number, response = event["sequence_number"] + 1, event.get("response", response)
+            if event["type"] == "response.output_item.done":
+                output.append(event["item"])
+            yield sse.event(event, event["type"])
+    except ApiError as error:
+        code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
+        said = {"code": code, "message": error.message}
+        failed = {**response, "status": "failed", "output": output, "error": said}
+        for name, fields in (
+            ("error", {**said, "param": error.param}),
+            ("response.failed", {"response": failed}),
+        ):
+            yield sse.event({"type": name, **fields, "sequence_number": number}, name)
+            number += 1
 
 
 def fold_response(events: list[Event], usage: Usage) -> dict[str, Any]:

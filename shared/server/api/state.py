@@ -30,6 +30,7 @@ class ServerSettings:
     served_model_name: str | None = None  # default: the engine's `model`
     keys: Keys = field(default_factory=Keys)
     allowed_hosts: tuple[str, ...] = ()  # names of a server without keys; "*": any
+    cors_origins: tuple[str, ...] = ()  # pages of other sites that may use it; "*": any
     lora_root: Path | None = None  # adapters are loaded from below it; None: not over HTTP
     max_body_bytes: int = MAX_BODY_BYTES
     max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images

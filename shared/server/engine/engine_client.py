@@ -46,6 +46,10 @@ POLL_INTERVAL = 0.2
 """Seconds between two looks at whether the engine still lives."""
 
 
+ABORTED = "aborted"
+"""The engine's message for an abort. Who asked for it, the API knows."""
+
+
 class EngineDead(RuntimeError):
     """The engine has ended; so has every request."""
 
@@ -84,6 +88,7 @@ class Live:
     deliver: Callable[[Delta], None]
     name: str | None = None  # an id of the client's; several requests may have the same
     owner: str = ""  # of the request: a digest of the client's key
+    end_reason: str = ""  # why it was aborted, in words for the client
 
 
 class EngineClient:
@@ -169,13 +174,19 @@ class EngineClient:
         found = [(rid, live) for rid, live in self._lives.items() if name in (rid, live.name)]
         return [rid for rid, live in found if owner in (None, live.owner)]
 
-    def abort(self, rids: Iterable[str]) -> int:
+    def abort(self, rids: Iterable[str], reason: str = "") -> int:
         """End requests that have not ended; returns their number. Their state stays until the engine confirms
-        the end."""
+        the end. reason: the message of their error."""
         alive = [rid for rid in rids if rid in self._lives]
+        self.set_end_reason(reason, alive)
         if alive and self.is_alive:
             self._send(Abort(rids=alive))
         return len(alive)
+
+    def set_end_reason(self, reason: str, rids: Iterable[str] | None = None) -> None:
+        """The message of these requests, or of all, if they end by an abort."""
+        for rid in [*self._lives] if rids is None else rids:
+            self._lives[rid].end_reason = reason
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
         """Run an action of the engine. Raises `ValueError` if the engine refuses it."""
@@ -248,6 +259,8 @@ class EngineClient:
                 continue
             if delta.finish is not None:
                 del self._lives[rid]
+                if delta.finish.message == ABORTED and live.end_reason:
+                    delta.finish.message = live.end_reason
             live.deliver(delta)
 
     def _on_message(self, message: FromEngine) -> None:

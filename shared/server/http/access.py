@@ -76,8 +76,11 @@ class Guard:
     """Refuses before a body is read: 400 for a path that proxies and servers could read differently, 401
     without a known key, 403 for a page of another site. Keys are compared by hashes, all in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: Sequence[str] = ()) -> None:
-        """hosts: names by which clients may call a server without keys, beside addresses and its own."""
+    def __init__(
+        self, app: ASGIApp, keys: Keys, hosts: Sequence[str] = (), origins: Sequence[str] = ()
+    ) -> None:
+        """hosts: names by which clients may call a server without keys, beside addresses and its own.
+        origins: other sites whose pages may use it."""
         self.app = app
         self.keys = keys
         self._inference = [_hash(key.encode()) for key in keys.inference]
@@ -85,6 +88,7 @@ class Guard:
         if not self._admin and len(self._inference) == 1:
             self._admin = self._inference  # one user, who owns the server
         own = socket.gethostname().lower()
+        self._origins = {origin.lower() for origin in origins}
         self._hosts = {"localhost", own, own.partition(".")[0], *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,9 +133,11 @@ class Guard:
         if host and name not in self._hosts and "*" not in self._hosts and not is_address(name):
             how = "name it with --allowed-host, or use API keys"
             raise ApiError(403, f"host {host[:100]!r} is not allowed: {how}")
-        origin = headers.get(b"origin")
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if origin in self._origins:
+            return
         site = headers.get(b"sec-fetch-site", b"none")
-        is_foreign = origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host
+        is_foreign = b"origin" in headers and origin.partition("://")[2] != host
         if is_foreign or site not in (b"none", b"same-origin"):
             raise ApiError(403, "pages of other sites may not use a server without API keys")
 

@@ -1,30 +1,56 @@
-"""Errors as clients see them: OpenAI's error object, with an HTTP status."""
+"""Errors as clients see them: OpenAI's error object or Anthropic's, with an HTTP status."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 from diptych.shared.server.http.limits import MAX_FIELD_CHARS, MAX_MESSAGE_CHARS
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""As each API documents them; others are invalid_request_error below 500."""
+
+
+class RequestName(NamedTuple):
+    """What an error says of the request that it answers."""
+
+    id: str
+    path: str
+
+
+REQUEST: ContextVar[RequestName | None] = ContextVar("request", default=None)
+"""Of the request that this task answers."""
+
+ANTHROPIC_PATH = "/v1/messages"
+THREAD = "thread"
+"""A field of Anthropic's API. From the details of the error its client knows that the server stores no
+conversation, and sends the whole one."""
 
 RETRY_AFTER_SECONDS = 1
 """What a client is asked to wait when the server is full or draining."""
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param`: the field of the body that is wrong."""
+    """An answer other than 200. `param`: the field of the body that is wrong. `anthropic_message`: the words
+    by which clients of Anthropic's API recognize the error."""
+
+    anthropic_message: str | None = None
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -44,12 +70,51 @@ class ApiError(Exception):
         return {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's `{"error": {message, type, param, code}}`, and Anthropic's `type` beside it."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {
-            "type": "error",
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        """OpenAI's `{"error": {message, type, param, code}}` with Anthropic's `type` and `request_id` beside
+        it. Requests of Anthropic's API get its types and words."""
+        name = REQUEST.get()
+        is_anthropic = name is not None and name.path.startswith(ANTHROPIC_PATH)
+        message, types, defect = self.message, _TYPES, "server_error"
+        if is_anthropic:
+            message, types, defect = self.anthropic_message or message, _ANTHROPIC_TYPES, "api_error"
+        error: dict[str, Any] = {
+            "message": message,
+            "type": types.get(self.status, defect if self.status >= 500 else "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
         }
+        if is_anthropic and self.param == THREAD:
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
+        return {"type": "error", "error": error, "request_id": name.id if name is not None else None}
+
+
+class ContextOverflow(ApiError):
+    """400 for a prompt that the context cannot hold, or not together with its longest answer, in the words by
+    which clients recognize it: they shorten the conversation or the answer."""
+
+    def __init__(
+        self, num_prompt: int, limit: int, param: str, max_tokens: int | None = None, size: str = ""
+    ) -> None:
+        """num_prompt: tokens, at least. max_tokens: of the answer, where the prompt alone fits. size: of the
+        prompt, in words."""
+        if max_tokens is None:
+            asked, what = f"your prompt has {size}", "prompt"
+            said = f"prompt is too long: {num_prompt} tokens > {limit} maximum"
+        else:
+            parts = f"{num_prompt} in the prompt, {max_tokens} in the completion"
+            asked, what = f"you requested {num_prompt + max_tokens} tokens ({parts})", "prompt or completion"
+            said = (
+                f"input length and `max_tokens` exceed context limit: {num_prompt} + {max_tokens} > {limit}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, {asked}. "
+            f"Please reduce the length of the {what}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.anthropic_message = said
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -1,30 +1,35 @@
-"""The outermost layer of the application: request ids of clients, the request log, and defects."""
+"""The outermost layer of an application: request ids, the request log, HEAD, and defects."""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
+import uuid
 from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.shared.server.http.access import send_error
-from diptych.shared.server.http.errors import ApiError
+from diptych.shared.server.http.errors import REQUEST, ApiError, RequestName
 
 LOGGER = logging.getLogger("diptych.server")
 
 REPEAT_SECONDS = 5.0
 MAX_KINDS = 1000
 
+ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
+
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 """A valid `x-request-id`; another one is ignored, because it would be written into headers and the log."""
 
 
 class RequestLog:
-    """Echoes the client's `x-request-id`, logs each answer at level INFO, and answers an unexpected exception
-    with 500: the log has the traceback, the client only the kind of error. The connection stays open."""
+    """Gives each request an id, the client's `x-request-id` or a new one: answers have it in the headers of
+    both APIs, errors also in the body. Logs each answer at level INFO. Answers HEAD like GET, without the
+    body, and an unexpected exception with 500: the log has the traceback, the client only the kind of error.
+    The connection stays open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -34,21 +39,25 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         client_id, start, status = _client_id(scope), time.monotonic(), 0
+        request_id = client_id if client_id is not None else f"req_{uuid.uuid4().hex}".encode()
+        REQUEST.set(RequestName(request_id.decode(), scope["path"]))
+        is_head = scope["method"] == "HEAD"
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if client_id is not None:
-                    headers = [*message.get("headers", ()), (b"x-request-id", client_id)]
-                    message = {**message, "headers": headers}
+                headers = [each for each in message.get("headers", ()) if each[0].lower() not in ID_HEADERS]
+                message = {**message, "headers": [*headers, *((name, request_id) for name in ID_HEADERS)]}
+            elif is_head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         place = f"{scope['method']} {quote(scope['path'])}"
         if client_id is not None:
             place += f" x-request-id={client_id.decode()}"
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app({**scope, "method": "GET"} if is_head else scope, receive, send_with_id)
         except Exception as error:
             if status:
                 raise  # the answer has begun: the connection is closed

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.shared.server.router.router import CacheAwarePolicy, PrefixTree, Replica, RouterSettings
+from diptych.shared.server.router.policy import CacheAwarePolicy, PrefixTree, Replica, RouterSettings
 from diptych.shared.tools.bench.workloads import check_least
 
 PREFILL_SECONDS = 1e-5

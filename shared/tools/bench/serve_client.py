@@ -66,7 +66,10 @@ class Client:
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
+        # trust_env: a server under test is not reached through a proxy of the environment
+        self.http = httpx.AsyncClient(
+            base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        )
         self.model = ""
         self.fields: dict[str, Any] = {"temperature": temperature, "stream": True}
         self.fields["stream_options"] = {"include_usage": True}

@@ -13,8 +13,10 @@ from diptych.shared.tools.commands.server_options import (
     AllowedHost,
     ApiKey,
     ApiKeyFile,
+    CorsOrigin,
     check_exposure,
     keys_of,
+    url_of,
 )
 
 
@@ -36,6 +38,7 @@ def route(
     admin_key: AdminKey = None,
     admin_key_file: AdminKeyFile = None,
     allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
     allow_anonymous: AllowAnonymous = False,
 ) -> None:
     """Send each request to the server that probably has its prefix in the cache. Servers whose /ready fails
@@ -43,23 +46,24 @@ def route(
     try:
         from diptych.shared.server.http.connections import listen, server_config
         from diptych.shared.server.http.request_log import log_sparsely
-        from diptych.shared.server.router.router import Router, RouterSettings
+        from diptych.shared.server.router.policy import RouterSettings
+        from diptych.shared.server.router.router import Router
     except ImportError as error:
         raise ImportError(f"the router needs {error.name}: pip install 'diptych[server]'") from None
     import uvicorn
 
     keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)
-    check_exposure(host, keys, allow_anonymous)
+    check_exposure(host, keys, allow_anonymous, cors_origin)
     settings = RouterSettings(
         cache_threshold=cache_threshold,
         balance_abs=balance_abs,
         balance_rel=balance_rel,
         keys=keys,
         allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
     )
     router = Router(urls, settings)
     listener = listen(host, port)
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    print(f"routing to {len(urls)} servers at http://{address}:{listener.getsockname()[1]}", flush=True)
+    print(f"routing to {len(urls)} servers at {url_of(host, listener.getsockname()[1])}", flush=True)
     log_sparsely()
     uvicorn.Server(server_config(router.app)).run(sockets=[listener])

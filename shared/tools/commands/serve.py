@@ -17,8 +17,10 @@ from diptych.shared.tools.commands.server_options import (
     AllowedHost,
     ApiKey,
     ApiKeyFile,
+    CorsOrigin,
     check_exposure,
     keys_of,
+    url_of,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def serve(
     admin_key: AdminKey = None,
     admin_key_file: AdminKeyFile = None,
     allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
     allow_anonymous: AllowAnonymous = False,
     lora_root: Annotated[
         Path | None,
@@ -88,7 +91,7 @@ def serve(
     from diptych.shared.server.api.state import ServerSettings
 
     keys = keys_of(api_key, api_key_file, admin_key, admin_key_file)
-    check_exposure(host, keys, allow_anonymous)
+    check_exposure(host, keys, allow_anonymous, cors_origin)
     config = EngineConfig(**engine.to_flags())
     if config.num_ranks > 1:
         from diptych.shared.engine.processes.launcher import follow_if_launched
@@ -100,6 +103,7 @@ def serve(
         served_model_name=served_model_name,
         keys=keys,
         allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
         lora_root=lora_root,
         max_body_bytes=max_body_mib * 2**20,
         max_image_bytes=max_image_mib * 2**20,
@@ -128,10 +132,9 @@ def serve(
 def _announce(state: ServerState, port: int) -> None:
     import psutil
 
-    ready, host = state.ready, state.settings.host
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    ready, url = state.ready, url_of(state.settings.host, port)
     parts = ready.description
-    print(f"serving {state.model_name} at http://{address}:{port}")
+    print(f"serving {state.model_name} at {url}")
     print(
         f"  scheduler {parts.get('scheduler')}, attention {parts.get('attention')}; context "
         f"{ready.context_len:,} tokens, KV pool {ready.max_total_tokens:,} tokens, at most "
@@ -142,6 +145,6 @@ def _announce(state: ServerState, port: int) -> None:
     print(f"  ready after {seconds:.1f} s; of the engine's: {phases}")
     body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'
     print(
-        f"  curl http://{address}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )

@@ -33,6 +33,14 @@ AllowedHost = Annotated[
     list[str] | None,
     _option("A name by which clients call a server without keys; repeatable. '*': any.", show_default=False),
 ]
+CorsOrigin = Annotated[
+    list[str] | None,
+    _option(
+        "Pages of this site may use the server from a browser (CORS), such as https://chat.example.com; "
+        "repeatable. '*': any, with keys.",
+        show_default=False,
+    ),
+]
 AllowAnonymous = Annotated[bool, _option("Serve other computers without a key.")]
 
 
@@ -56,8 +64,11 @@ def keys_of(
     return Keys(*found)
 
 
-def check_exposure(host: str, keys: Keys, allow_anonymous: bool) -> None:
-    """Raise `ValueError` for a server that other computers reach without a key, unless that is asked for."""
+def check_exposure(
+    host: str, keys: Keys, allow_anonymous: bool, cors_origin: list[str] | None = None
+) -> None:
+    """Raise `ValueError` for a server that other computers, or pages of any site, reach without a key, unless
+    that is asked for."""
     from diptych.shared.server.http.access import is_loopback
 
     if not (keys or allow_anonymous or is_loopback(host)):
@@ -65,3 +76,11 @@ def check_exposure(host: str, keys: Keys, allow_anonymous: bool) -> None:
             f"--host {host} lets other computers in without a key: set {KEY_VARIABLE} or --api-key-file, or "
             "pass --allow-anonymous"
         )
+    if "*" in (cors_origin or ()) and not keys:
+        raise ValueError("--cors-origin '*' lets every page in a browser in without a key: name the sites")
+
+
+def url_of(host: str, port: int) -> str:
+    """A URL at which this computer reaches a server that listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host.replace('%', '%25')}]:{port}" if ":" in host else f"http://{host}:{port}"
