@@ -22,7 +22,7 @@ from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.engine.engine_client import EngineDead
 from diptych.shared.server.http.bodies import BodyRoute
 from diptych.shared.server.http.errors import ApiError, invalid_body
-from diptych.shared.server.http.layers import add_layers
+from diptych.shared.server.http.server_layers import add_layers
 from diptych.shared.server.status import add_status_routes
 
 

@@ -29,7 +29,7 @@ CONTEXT_LEN = 512
 
 def ask(method: str, path: str, json: Any = None, *, is_draining: bool = False, **settings: Any) -> Any:
     async def play() -> httpx.Response:
-        app, engine = make_app(CONTEXT_LEN, **settings)
+        app = make_app(CONTEXT_LEN, **settings)[0]
         app.state.server.is_draining = is_draining
         async with client_of(app) as client:
             return await client.request(method, path, json=json)
@@ -79,7 +79,7 @@ def test_an_answer_that_is_too_long(path: str) -> None:
         ("POST", "/v1/messages", {}, {"max_live_requests": 0}, 400, "invalid_request_error"),
         ("POST", "/v1/messages", {}, {"is_draining": True}, 503, "overloaded_error"),
         ("POST", "/v1/chat/completions", {}, {"is_draining": True}, 503, "server_error"),
-        ("POST", "/v1/chat/completions", {"x": "a" * 9000}, {"max_body_bytes": 5000}, 413, "invalid_request_error"),
+        ("POST", "/v1/completions", {"x": "a" * 999}, {"max_body_bytes": 500}, 413, "invalid_request_error"),
     ],
 )  # fmt: skip
 def test_types_of_errors(
@@ -91,8 +91,11 @@ def test_types_of_errors(
     assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(("status", "kind"), [(408, "timeout_error"), (429, "rate_limit_error"), (500, "api_error"),
-                                              (409, "conflict_error"), (403, "permission_error")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(403, "permission_error"), (408, "timeout_error"), (409, "conflict_error"), (429, "rate_limit_error"),
+     (500, "api_error")],
+)  # fmt: skip
 def test_other_types_of_anthropic(status: int, kind: str) -> None:
     token = REQUEST.set(RequestName("req_1", "/v1/messages/count_tokens"))
     assert ApiError(status, "no").body()["error"]["type"] == kind

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from diptych.shared.server.router.policy import CacheAwarePolicy, Replica, RouterSettings, prompt_text
 from diptych.shared.server.router.router import Router
 from diptych.shared.tools.bench.serve_client import Client
-from diptych.shared.tools.conformance.server.client import Client as ServerClient
+from diptych.shared.tools.conformance.server.client import Server
 from tests.server import in_process
 from tests.server.running import serving
 from tests.server.test_prefix_tree import longest_common
@@ -235,7 +235,7 @@ def test_a_proxy_of_the_environment_is_not_used(
             assert (await client.post("/v1/completions", json={"prompt": "x"})).is_success
         async with Client(fakes[0].url) as bench:
             assert (await bench.http.get("/health")).is_success
-        assert ServerClient(fakes[0].url).http.get("/health").is_success
+        assert Server(fakes[0].url).http.get("/health").is_success
 
     asyncio.run(play())
 

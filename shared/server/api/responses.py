@@ -351,7 +351,7 @@ async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
         said = {"code": code, "message": error.message}
         failed = {**response, "status": "failed", "output": output, "error": said}
         for name, fields in (
-            ("error", {**said, "param": error.param}),
+            ("error", {**said, "param": error.param, "error": error.body()["error"]}),  # clients read either
             ("response.failed", {"response": failed}),
         ):
             yield sse.event({"type": name, **fields, "sequence_number": number}, name)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from diptych.shared.server.http.access import FORWARDING_HEADERS, require_admin
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.errors import REQUEST, ApiError
-from diptych.shared.server.http.layers import add_layers
+from diptych.shared.server.http.server_layers import add_layers
 from diptych.shared.server.router.policy import CacheAwarePolicy, Replica, RouterSettings, prompt_text
 
 HOP_HEADERS = {

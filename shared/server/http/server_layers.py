@@ -13,7 +13,7 @@ from diptych.shared.server.http.request_log import ID_HEADERS, RequestLog
 
 
 class AccessSettings(Protocol):
-    """Of a server or a router: who may use it."""
+    """Who may use a server or a router."""
 
     @property
     def keys(self) -> Keys: ...
