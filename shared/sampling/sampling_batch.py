@@ -16,6 +16,10 @@ from diptych.shared.sampling.processors import group_processors
 from diptych.shared.to_device import copy_to_device, to_device
 from diptych.shared.types import Req, SamplingBatchInfo, SamplingParams
 
+MIN_TOP_P = 1e-20
+"""It keeps the likeliest token alone, as every smaller value does. float32 would round those to 0, which drops
+all tokens."""
+
 
 def make_sampling_batch_info(
     reqs: Sequence[Req],
@@ -77,7 +81,7 @@ def make_sampling_batch_info(
 def _filter_values(p: SamplingParams, vocab_size: int) -> tuple[float, float, float, int]:
     """temperature, top_p, min_p and top_k; "keep all" is vocab_size."""
     top_k = vocab_size if p.top_k == -1 else min(p.top_k, vocab_size)
-    return p.temperature, p.top_p, p.min_p, top_k
+    return p.temperature, max(p.top_p, MIN_TOP_P), p.min_p, top_k
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -71,3 +71,11 @@ def test_a_gpu_draws_the_same_tokens() -> None:
         rtol=0,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("top_p", [1e-20, 1e-38, 1e-46, 1e-300, 5e-324])
+def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest_token(top_p: float) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    info = make_info([make_req(top_p=top_p, seed=row) for row in range(3)], 300)
+    found = Sampler().sample(logits, info, torch.arange(3))
+    assert found.next_token_ids.tolist() == logits.argmax(dim=-1).tolist()
