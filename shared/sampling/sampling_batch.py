@@ -17,8 +17,8 @@ from diptych.shared.to_device import copy_to_device, to_device
 from diptych.shared.types import Req, SamplingBatchInfo, SamplingParams
 
 MIN_TOP_P = 1e-20
-"""It keeps the likeliest token alone, as every smaller value does. float32 would round those to 0, which drops
-all tokens."""
+"""It keeps the likeliest token alone, as every smaller value does. float32 would round those to 0, which
+drops all tokens."""
 
 
 def make_sampling_batch_info(
