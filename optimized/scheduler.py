@@ -282,6 +282,10 @@ class Scheduler(interface.Scheduler):
         self._catch_up(num_left=0)
         return self.requests.flush_cache()
 
+    def forget_kv(self) -> list[StepOutput]:
+        self._catch_up(num_left=0)
+        return self.requests.forget_kv()
+
     def state(self) -> SchedulerState:
         return self.requests.state()
 

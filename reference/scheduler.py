@@ -206,6 +206,9 @@ class Scheduler(interface.Scheduler):
     def flush_cache(self) -> bool:
         return self.requests.flush_cache()
 
+    def forget_kv(self) -> list[StepOutput]:
+        return self.requests.forget_kv()
+
     def state(self) -> SchedulerState:
         return self.requests.state()
 

@@ -18,6 +18,8 @@ class MoeRunner(ABC):
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     """Of the inputs."""
+    changes_layout = False
+    """Whether `prepare` changes the parameters, so that new weights do not fit them."""
     min_tokens = 1
     """Fewer are computed by the experts' own kernels. More than 1 needs parameters that stay as they are."""
 

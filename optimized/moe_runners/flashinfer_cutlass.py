@@ -23,6 +23,8 @@ class FlashInferCutlassRunner(MoeRunner):
     """Supports float16 and bfloat16 weights with and without biases and a swiglu_limit, and FP8 blocks with
     inputs by group and plain SwiGLU."""
 
+    changes_layout = True
+
     def __init__(self, experts: FusedExperts) -> None:
         super().__init__(experts)
         self.scheme = experts.scheme if isinstance(experts, QuantizedExperts) else None

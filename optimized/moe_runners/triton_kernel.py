@@ -43,6 +43,8 @@ class Matrix(NamedTuple):
 class TritonKernelRunner(PermutedRunner[ExpertRows]):
     """Supports float16 and bfloat16 weights, MXFP4 with bfloat16, biases and a swiglu_limit."""
 
+    changes_layout = True
+
     def __init__(self, experts: FusedExperts) -> None:
         super().__init__(experts)
         if not isinstance(experts, QuantizedExperts):

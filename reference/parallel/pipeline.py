@@ -187,6 +187,9 @@ class PipelineScheduler(Scheduler):
     def flush_cache(self) -> bool:
         return not self.under_way and super().flush_cache()
 
+    def forget_kv(self) -> list[StepOutput]:
+        raise ValueError("pipelines keep batches of several steps in flight and do not forget KV")
+
     def _staying(self, launched: Launched) -> list[Req | None]:
         """The requests of a batch; None for one that has ended or was retracted since the launch."""
         live = self.requests.live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import cycle
 from typing import Any
@@ -23,9 +24,10 @@ from diptych.shared.engine.requests.lora_adapters import adapters_of
 from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.engine.requests.prompts import Prompt, prompt_list
 from diptych.shared.engine.requests.submission import LiveRequests, Submission
+from diptych.shared.engine.weight_updates import WeightUpdates
 from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.sampling.processors import LogitProcessor
-from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams
+from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams, StepOutput
 from diptych.shared.types.sampling_params import params_of_prompts
 
 Message = Mapping[str, Any]
@@ -61,6 +63,7 @@ class LLM:
         self.scheduler = assembly.scheduler
         self.timeline = assembly.parts.timeline
         self._live = LiveRequests(self.scheduler, self.timeline, self.config.random_seed)
+        self._updates = WeightUpdates(assembly, self._deliver)
 
     # ---- answers ----
 
@@ -223,18 +226,33 @@ class LLM:
                 return False
             outputs = self.scheduler.step()
             with self.timeline.span("detokenise"):
-                for output in outputs:
-                    collector = self._live.collectors.get(output.rid)
-                    if collector is not None:
-                        collector.add(output)
-                        if collector.is_finished:
-                            del self._live.collectors[output.rid]
+                self._deliver(outputs, self.assembly.weights.version)
             if self.timeline.is_on:
                 stats, free = self.stats(), self.assembly.parts.allocator.available_size()
                 self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
             return True
 
     # --8<-- [end:step-in-process]
+
+    def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
+        for output in outputs:
+            collector = self._live.collectors.get(output.rid)
+            if collector is not None:
+                collector.add(output, weight_version)
+                if collector.is_finished:
+                    del self._live.collectors[output.rid]
+
+    @contextmanager
+    def weight_updates(self) -> Iterator[WeightUpdates]:
+        """What changes the weights, between two steps: from a folder, tensors or a trainer's process.
+
+            with llm.weight_updates() as weights:
+                weights.from_folder("trained")  # raises ValueError, and then nothing has changed
+
+        Requests that run go back to the queue and go on with the new weights; the prefix cache starts
+        empty. Outputs carry `weight_version`, the number of updates."""
+        with self._live.exclusive():
+            yield self._updates
 
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False if it has ended or is unknown."""

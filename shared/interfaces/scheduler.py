@@ -165,6 +165,12 @@ class Scheduler(ABC):
     def flush_cache(self) -> bool:
         """Empty the prefix cache and the pools. Refused (False) unless idle."""
 
+    def forget_kv(self) -> list[StepOutput]:
+        """Forget all KV, because the weights that have computed it change. Batches in flight are processed,
+        and their outputs returned; running requests go back to the queue as by `retract`; the prefix cache
+        and the pools are emptied. Raises `ValueError` where requests run in other processes too."""
+        raise ValueError(f"{type(self).__name__} cannot forget the KV of requests that run")
+
     @abstractmethod
     def state(self) -> SchedulerState:
         """A snapshot."""

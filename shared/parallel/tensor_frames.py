@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int64, torch.int32, torch.float32)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 class _Tensor(msgspec.Struct, array_like=True):
@@ -31,14 +34,24 @@ def unpack(data: bytes | bytearray) -> list[torch.Tensor | None]:
 
 
 def _frame(x: torch.Tensor) -> _Tensor:
-    return _Tensor(str(x.dtype).removeprefix("torch."), list(x.shape), x.numpy().tobytes())
+    return _Tensor(str(x.dtype).removeprefix("torch."), list(x.shape), bytes_of(x))
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    """The contents of a tensor, row after row."""
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tensor(frame: _Tensor) -> torch.Tensor:
-    dtype = DTYPES.get(frame.dtype)
-    if dtype is None or any(size < 0 for size in frame.shape):
-        raise ValueError(f"no tensor of {frame.dtype} {frame.shape}")
-    if math.prod(frame.shape) * dtype.itemsize != len(frame.data):
-        raise ValueError(f"{len(frame.data)} bytes for a tensor of {frame.dtype} {frame.shape}")
-    flat = torch.frombuffer(bytearray(frame.data), dtype=dtype) if frame.data else torch.empty(0, dtype=dtype)
-    return flat.reshape(frame.shape)
+    return tensor_of(frame.dtype, frame.shape, frame.data)
+
+
+def tensor_of(dtype_name: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
+    """The tensor of these contents. Raises `ValueError` for another type than `DTYPES` or another size."""
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None or any(size < 0 for size in shape):
+        raise ValueError(f"no tensor of {dtype_name} {list(shape)}")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {dtype_name} {list(shape)}")
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(tuple(shape))

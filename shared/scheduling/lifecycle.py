@@ -212,10 +212,20 @@ class Lifecycle:
     def flush_cache(self) -> bool:
         if self.live:
             return False
+        self._reset_pools()
+        return True
+
+    def forget_kv(self) -> list[StepOutput]:
+        """Retract what runs, and empty the prefix cache and the pools. No batch may be in flight."""
+        for req in [*self.running, *([self.chunked_req] if self.chunked_req is not None else [])]:
+            self.retract(req)
+        self._reset_pools()
+        return self.take_outputs()
+
+    def _reset_pools(self) -> None:
         self.parts.tree_cache.reset()
         self.parts.allocator.clear()
         self.parts.req_to_token_pool.clear()
-        return True
 
     def state(self) -> SchedulerState:
         return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)

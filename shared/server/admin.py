@@ -103,7 +103,7 @@ def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None
         """From a folder of the server's computer. Requests may name it as their model afterwards."""
         if body.lora_name == state.model_name:
             raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
-        folder = adapter_folder(state.settings.lora_root, body.lora_path)
+        folder = folder_below(state.settings.lora_root, body.lora_path, "lora")
         try:
             await state.client.control("load_lora", name=body.lora_name, path=str(folder))
         except ValueError as error:
@@ -132,18 +132,17 @@ async def _flush(state: ServerState, seconds: float) -> bool:
     return True
 
 
-def adapter_folder(root: Path | None, path: str) -> Path:
-    """The folder of an adapter, which is below `root`: a name from the network must not open any file. Raises
+def folder_below(root: Path | None, path: str, what: str) -> Path:
+    """A folder below `root`, the flag --WHAT-root: a name from the network must not open any file. Raises
     `ApiError` 400."""
+    param = {"lora": "lora_path", "weights": "model_path"}[what]
     if root is None:
-        raise bad_request(
-            "adapters are loaded from below --lora-root, which this server has not", "lora_path"
-        )
+        raise bad_request(f"folders are read from below --{what}-root, which this server has not", param)
     root = root.expanduser().resolve()
     try:
         folder = (root / path).resolve()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL character, a loop of links
         folder = Path()
     if not folder.is_relative_to(root):
-        raise bad_request("lora_path must be a folder below --lora-root", "lora_path")
+        raise bad_request(f"{param} must be a folder below --{what}-root", param)
     return folder

@@ -24,6 +24,7 @@ from diptych.shared.server.http.bodies import BodyRoute
 from diptych.shared.server.http.errors import ApiError, invalid_body
 from diptych.shared.server.http.server_layers import add_layers
 from diptych.shared.server.status import add_status_routes
+from diptych.shared.server.weight_routes import add_weight_routes
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -44,6 +45,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_health_routes(app, state)
     add_native_routes(app, state)
     add_admin_routes(app, state)
+    add_weight_routes(app, state)
     max_image_bytes = state.settings.max_image_bytes if state.ready.vision is not None else 0
     add_layers(app, state.settings, state.settings.max_body_bytes + max_image_bytes)
     return app

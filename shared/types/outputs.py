@@ -107,3 +107,4 @@ class GenerateOutput:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     speculation: SpeculationStats = NO_SPECULATION
+    weight_version: int = 0  # updates of the weights before its last token

@@ -32,6 +32,7 @@ from diptych.shared.interfaces import (
     TokenToKVPool,
 )
 from diptych.shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, must_fit
+from diptych.shared.loading.live_weights import LiveWeights
 from diptych.shared.loading.load_model import load_model
 from diptych.shared.modeling.forward import attention_layers
 from diptych.shared.modeling.kv_pool import attention_component
@@ -59,6 +60,7 @@ class Assembly:
     grammars: GrammarCompiler
     eos_token_ids: frozenset[int]  # tokens that end an answer, of the model and of the tokenizer
     seconds: dict[str, float]  # phase of the start -> how long it took
+    weights: LiveWeights  # of this rank's model
     experts: ExpertManager | None = None  # with expert parallelism
     lora: LoraAdapters | None = None  # None: the engine takes no adapters
     vision: Any = None  # a `VisionTower`; None: the engine takes no images
@@ -133,11 +135,25 @@ def assemble(
         grammars=GrammarCompiler(plan.tokenizer, plan.num_token_ids, eos_token_ids),
         eos_token_ids=eos_token_ids,
         seconds=phases.seconds,
+        weights=live_weights(plan, model, extras),
         experts=extras.experts,
         lora=extras.lora,
         vision=extras.vision,
         compilations=compilations,
         tp=plan.tp or ALONE,
+    )
+
+
+def live_weights(plan: Plan, model: CausalLM, extras: Extras) -> LiveWeights:
+    """What changes the model's weights while it serves."""
+    return LiveWeights(
+        model,
+        plan.model_config,
+        plan.device,
+        plan.config.quantization,
+        plan.tp or ALONE,
+        plan.config.ep,
+        extras.experts,
     )
 
 

@@ -17,7 +17,7 @@ from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler
 from diptych.shared.types import Req, SamplingParams
 
-Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report", "run"]
+Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run"]
 
 
 class Request(msgspec.Struct):

@@ -147,6 +147,10 @@ class LeadScheduler(Scheduler):
         self._tell("flush_cache")
         return self.scheduler.flush_cache()
 
+    def forget_kv(self) -> list[StepOutput]:
+        self._tell("forget_kv")
+        return self.scheduler.forget_kv()
+
     def run(self, function: Callable[..., T], engine: object, *arguments: Any) -> T:
         """`function(engine, *arguments)` on every rank; the result of rank 0. For measurements of an idle
         engine. `function`: of a module. `arguments`: what JSON has."""

@@ -35,6 +35,7 @@ class OutputCollector:
         self.output_logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.embedding: list[float] | None = None
+        self.weight_version = 0
         self._num_taken = 0
         self._num_text_taken = 0
         self._finish_taken = False
@@ -52,7 +53,7 @@ class OutputCollector:
     def num_output_tokens(self) -> int:
         return len(self.output_ids)
 
-    def add(self, output: StepOutput) -> None:
+    def add(self, output: StepOutput, weight_version: int = 0) -> None:
         assert not self.is_finished, f"{self.rid}: output after the end"
         self.output_ids += output.new_token_ids
         self.output_logprobs += output.output_logprobs
@@ -62,6 +63,7 @@ class OutputCollector:
         self.num_retractions = output.num_retractions
         self.speculation = output.speculation
         self.finish_reason = output.finished_reason
+        self.weight_version = weight_version
         if self.detokenizer is not None:
             self.text += self.detokenizer.append(output.new_token_ids, output.finished_reason)
 
@@ -92,6 +94,7 @@ class OutputCollector:
             output_logprobs=logprobs,
             input_logprobs=self.input_logprobs,
             speculation=self.speculation,
+            weight_version=self.weight_version,
         )
 
 

@@ -66,6 +66,7 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
             "is_generation": True,
             "context_length": state.ready.context_len,
             "vocab_size": state.ready.vocab_size,
+            "weight_version": state.client.load.weight_version,
         }
 
 
@@ -158,6 +159,7 @@ async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator
                 "completion_tokens": len(ids[index]),
                 "cached_tokens": sample.num_cached_tokens,
                 "e2e_latency": time.monotonic() - generation.start_time,
+                "weight_version": delta.weight_version,
             }
             if body.return_logprob:
                 meta["output_token_logprobs"] = logprobs[index]

@@ -32,6 +32,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # names of a server without keys; "*": any
     cors_origins: tuple[str, ...] = ()  # pages of other sites that may use it; "*": any
     lora_root: Path | None = None  # adapters are loaded from below it; None: not over HTTP
+    weights_root: Path | None = None  # the same of new weights
     max_body_bytes: int = MAX_BODY_BYTES
     max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429

@@ -67,6 +67,7 @@ class Delta:
     num_accepted_tokens: int = 0
     queue_time: float | None = None  # in the first delta of a sample
     embedding: list[float] | None = None
+    weight_version: int = 0
 
     def merge(self, later: Delta) -> None:
         """Append what came later."""
@@ -76,6 +77,7 @@ class Delta:
         self.input_logprobs += later.input_logprobs
         self.finish = later.finish or self.finish
         self.embedding = later.embedding
+        self.weight_version = later.weight_version
         self.num_cached_tokens = later.num_cached_tokens
         self.num_accepted_tokens = later.num_accepted_tokens
 
@@ -238,6 +240,7 @@ class EngineClient:
             num_accepted_tokens=output.num_accepted_tokens,
             queue_time=output.queue_time,
             embedding=output.embedding,
+            weight_version=output.weight_version,
         )
         live = self._lives.get(output.rid)
         if live is not None and live.detokenizer is not None:

@@ -31,6 +31,7 @@ from diptych.shared.server.engine.messages import (
     finish_of,
 )
 from diptych.shared.server.engine.warm_up import warm_up
+from diptych.shared.server.engine.weight_actions import WeightActions
 from diptych.shared.types import FinishAbort, FinishReason, Req, StepOutput
 from diptych.shared.types.lora import LoraAdapter
 
@@ -69,6 +70,7 @@ class EngineLoop:
         self.grammar_queue = GrammarQueue(assembly.grammars)
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
+        self.weight_actions = WeightActions(assembly, self._deliver)
 
     # --8<-- [start:engine-loop]
     def run(self) -> None:
@@ -182,7 +184,10 @@ class EngineLoop:
         return True
 
     def _on_control(self, message: Control) -> None:
-        handler: Callable[..., dict[str, Any]] | None = getattr(self, f"on_{message.action}", None)
+        name = f"on_{message.action}"
+        handler: Callable[..., dict[str, Any]] | None = getattr(
+            self, name, getattr(self.weight_actions, name, None)
+        )
         try:
             if handler is None:
                 raise ValueError(f"unknown action {message.action!r}")
@@ -288,6 +293,11 @@ class EngineLoop:
 
     # --8<-- [end:engine-step]
 
+    def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
+        """Send outputs that come outside of a step."""
+        if found := self._outputs(outputs, weight_version):
+            self.channel.send(Outputs(outputs=found))
+
     def _drain(self) -> None:
         """Steps until no request is left: for requests that have just been aborted."""
         while self.scheduler.has_work():
@@ -297,9 +307,12 @@ class EngineLoop:
 
     def _step_outputs(self) -> list[RequestOutput]:
         """Run one step and return its outputs, without the ends that were reported during a pause."""
-        return [self._output(output) for output in self.scheduler.step() if output.rid in self._live]
+        return self._outputs(self.scheduler.step(), self.assembly.weights.version)
 
-    def _output(self, output: StepOutput) -> RequestOutput:
+    def _outputs(self, outputs: list[StepOutput], version: int) -> list[RequestOutput]:
+        return [self._output(output, version) for output in outputs if output.rid in self._live]
+
+    def _output(self, output: StepOutput, weight_version: int) -> RequestOutput:
         input_logprobs, queue_time = [], None
         req = self._live.get(output.rid)
         if req is not None and (output.new_token_ids or output.finished_reason is not None):
@@ -322,6 +335,7 @@ class EngineLoop:
             num_accepted_tokens=output.speculation.num_accepted_tokens,
             queue_time=queue_time,
             embedding=output.embedding if finish is not None else None,
+            weight_version=weight_version,
         )
 
     def _beat(self) -> None:
@@ -350,6 +364,7 @@ class EngineLoop:
             is_paused=self.is_paused,
             num_replicas=self.scheduler.num_replicas,
             problem=self.scheduler.problem,
+            weight_version=self.assembly.weights.version,
         )
 
     def _ready(self) -> Ready:

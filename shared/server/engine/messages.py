@@ -24,7 +24,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 9
+VERSION = 10
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -122,6 +122,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
     num_accepted_tokens: int
     queue_time: float | None = None  # seconds until its first step; in the first output only
     embedding: list[float] | None = None  # with is_pooling, in the last output
+    weight_version: int = 0  # updates of the weights before
 
 
 class Outputs(Message):
@@ -157,6 +158,7 @@ class Load(msgspec.Struct, kw_only=True):
     is_paused: bool = False
     num_replicas: int = 1  # with dp: those that have not ended
     problem: str | None = None  # why the engine ends as soon as no request is left
+    weight_version: int = 0
 
 
 class Heartbeat(Message):

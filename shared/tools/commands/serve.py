@@ -53,6 +53,10 @@ def serve(
         Path | None,
         _option("Folder below which /load_lora_adapter may load. Default: it may not.", show_default=False),
     ] = None,
+    weights_root: Annotated[
+        Path | None,
+        _option("Folder below which /update_weights_from_disk may read. Default: none.", show_default=False),
+    ] = None,
     max_live_requests: Annotated[
         int, _option("Requests in the engine at one time; beyond: 429.", min=1)
     ] = 1024,
@@ -105,6 +109,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         lora_root=lora_root,
+        weights_root=weights_root,
         max_body_bytes=max_body_mib * 2**20,
         max_image_bytes=max_image_mib * 2**20,
         max_live_requests=max_live_requests,

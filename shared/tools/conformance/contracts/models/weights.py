@@ -9,7 +9,9 @@ import torch
 
 from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.live_weights import LiveWeights, specs_of
 from diptych.shared.loading.weights import dummy_weights
+from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_close, expect_equal, expect_true
@@ -56,6 +58,20 @@ def tensors_may_be_dropped(impl: Models, case: Family) -> None:
     model = new_model(impl, case.model_config())
     model.load_weights(weights())
     expect_loaded(model, impl, case)
+
+
+@contract("New weights that are copied in place take effect, and nothing of the old ones is kept.", FAMILIES)
+def weights_change(impl: Models, case: Family) -> None:
+    config = case.model_config()
+    model = make_model(impl, config)
+    logits_of(model, case.text())
+    live = LiveWeights(model, config, next(model.parameters()).device, None, ALONE)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    new = {name: tensor.clone() for name, tensor in dummy_weights(config, seed=1)}
+    live.update(zip(specs_of(new), new.values()))
+    expect_equal("places of the weights", [parameter.data_ptr() for parameter in model.parameters()], places)
+    expected = logits_of(make_model(impl, config, seed=1), case.text())
+    expect_close("logits", logits_of(model, case.text()), expected, EXACT)
 
 
 @contract('A model built on "meta" takes memory when its weights come.', FAMILIES)

@@ -163,6 +163,29 @@ def flush_when_idle(impl: type[Scheduler], case: Case) -> None:
         expect_true("flush_cache()", harness.scheduler.flush_cache())
 
 
+@contract(
+    "Forgetting all KV loses no request and no token: requests compute it again, and nothing else is left.",
+    table("chunk num_steps", *((chunk, num_steps) for chunk in (None, 6) for num_steps in range(5))),
+)
+def forgets_kv(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl, chunked_prefill_size=case.chunk, max_running_requests=2)
+    rids = [harness.submit([*PROMPT, i], 9) for i in range(3)]
+    for _ in range(case.num_steps):
+        harness.step()
+    for output in harness.scheduler.forget_kv():
+        harness.tokens[output.rid] += output.new_token_ids
+    expect_equal("free slots", harness.allocator.available_size(), harness.allocator.size)
+    state = harness.scheduler.state()
+    expect_equal("requests that hold memory", [*state.running, state.chunked_req], [None])
+    expect_equal("cached prefixes", len(list(harness.tree_cache.nodes())), 0)
+    tokens = sum(len(harness.tokens[rid]) for rid in rids)
+    expect_equal("tokens of the requests", tokens, sum(len(harness.reqs[rid].output_ids) for rid in rids))
+    harness.run()
+    for rid in rids:
+        harness.expect(rid, 9)
+    harness.expect_idle()
+
+
 ERRORS = table(
     "error num_texts",
     ("an exception", RuntimeError, 0),
