@@ -49,7 +49,7 @@ class Stream(interface.Stream):
         """controls: special marker -> the character that stands for its token."""
         self.tools = tools
         self.num_calls = 0
-        self.has_call = self.is_reasoning = False
+        self.has_call = self.is_reasoning = self._is_in_block = False
         self.is_ended = self.is_cut = False
         self._dialect = dialect
         self._max_calls = max_calls
@@ -83,7 +83,7 @@ class Stream(interface.Stream):
                 return markers_of[found[0]]
             self._take(len(self._text) - self._num_held(markers_of, starts, longest), emit)
             if not (yield from self._more()):
-                self._take(len(self._text), emit)
+                self._take(len(self._text), None if self.is_cut and self._is_in_block else emit)
                 return ""
 
     def accept(self, text: str) -> Steps[bool]:
@@ -153,9 +153,10 @@ class Stream(interface.Stream):
         return "".join(parts).strip()
 
     def attempt(self, block: Steps[None], opening: str, emit: Emit) -> Steps[bool]:
-        self.has_call, self._raw = False, []
+        self.has_call, self._raw, self._is_in_block = False, [], True
         with contextlib.suppress(NotACall):
             yield from block
+        self._is_in_block = False
         if self.has_call:
             return True
         raw, self._raw = "".join(self._raw or ()), None

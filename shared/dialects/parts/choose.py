@@ -13,7 +13,7 @@ from diptych.shared.text.inert import Inert
 from diptych.shared.text.tokenizer import Tokenizer
 
 FOLDER = "diptych.shared.dialects"
-DIALECTS = {"hermes": "Hermes", "plain": "Plain"}
+DIALECTS = {"qwen3_coder": "Qwen3Coder", "hermes": "Hermes", "plain": "Plain"}
 """Module of this folder -> class, in the order in which templates are tried."""
 
 AUTO, NONE = "auto", "none"

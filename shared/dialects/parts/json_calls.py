@@ -7,6 +7,8 @@ from typing import Any
 
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+"""The schema of arguments that have none."""
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -17,8 +19,7 @@ def dumps(value: Any) -> str:
 
 def json_object(schema: Any) -> dict[str, Any]:
     """The xgrammar format of arguments in JSON."""
-    any_object = {"type": "object", "additionalProperties": True}
-    content = any_object if schema is True else schema
+    content = ANY_OBJECT if schema is True else schema
     return {"type": "json_schema", "json_schema": content, "max_whitespace_cnt": 1}
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from diptych.shared.dialects.parts.json_calls import ANY_OBJECT
 from diptych.shared.dialects.parts.tags import with_tokens
 from diptych.shared.server.api.chat_choice import AnswerForm
 from diptych.shared.server.api.protocol import ChatRequest, ToolChoice
 from diptych.shared.server.http.errors import bad_request
-
-ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[str, Any]]:
