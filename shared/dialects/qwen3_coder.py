@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
-from diptych.shared.dialects.parts.json_calls import ANY_OBJECT, dumps
+from diptych.shared.dialects.parts.json_calls import dumps
 from diptych.shared.dialects.parts.typed_values import ObjectWriter, read_value, types_of
+from diptych.shared.dialects.parts.xml_arguments import Tags, xml_arguments
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
+TAGS = Tags(lambda name, is_text: f"{PARAMETER}{name}>\n", f"\n{END_PARAMETER}\n", END_PARAMETER)
+
 
 class Qwen3Coder(BlockDialect):
     """Strings are written raw, other values as JSON, so the tool's schema says what a text is. Models leave
     `<tool_call>` out now and then."""
 
-    markers = (
-        START, END, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER, "<tool_response>", "</tool_response>",
-        "<think>", "</think>",
-    )  # fmt: skip
+    markers = (START, END, "<tool_response>", "</tool_response>", "<think>", "</think>")
     reasoning = Reasoning("<think>", "</think>")
     tool_parsers = ("qwen3_coder", "qwen3_xml")
     starts = (START, FUNCTION)
@@ -60,13 +60,8 @@ class Qwen3Coder(BlockDialect):
             yield from read_value(stream, types_of(schema, name), END_PARAMETER)
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
-        content = ANY_OBJECT if schema is True else schema
-        return {
-            "type": "tag",
-            "begin": f"{START}\n{FUNCTION}{name}>\n",
-            "content": {"type": "json_schema", "json_schema": content, "style": "qwen_xml"},
-            "end": f"\n{END_FUNCTION}\n{END}",
-        }
+        begin, end = f"{START}\n{FUNCTION}{name}>\n", f"{END_FUNCTION}\n{END}"
+        return {"type": "tag", "begin": begin, "content": xml_arguments(schema, TAGS), "end": end}
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

@@ -68,6 +68,12 @@ def whole_match(pattern: str) -> str:
     return f"(?:{text}){{0,1}}" if text and "" in texts else text
 
 
+def search_match(pattern: str) -> list[str]:
+    """The keyword `pattern` for a text that is not in JSON: regexes for the whole text, of which one
+    matches."""
+    return _Parser(pattern, in_json=False).whole(is_search=True)
+
+
 def union(ranges: Ranges) -> Ranges:
     found: Ranges = []
     for first, last in sorted(ranges):

@@ -111,8 +111,8 @@ class Dialect(ABC):
     """One family of models. Stateless: one object serves all requests."""
 
     markers: tuple[str, ...]
-    """All that control the reading, or stand around calls and their results in a prompt. Where one is spelled
-    in a message it is plain text."""
+    """All that may be tokens of their own: around calls, their results and reasoning. Where one is spelled in
+    a message it is plain text."""
     reasoning: Reasoning | None = None
     tool_parsers: tuple[str, ...] = ()
     """Names for --tool-call-parser, which are SGLang's."""

@@ -46,5 +46,5 @@ def _edge(piece: Format) -> Any:
 
 
 def _sequence(pieces: list[Format]) -> Format:
-    pieces = [piece for piece in pieces if piece.get("value") != ""]
+    pieces = [piece for piece in pieces if piece.get("value") != ""] or pieces[:1]
     return pieces[0] if len(pieces) == 1 else {"type": "sequence", "elements": pieces}

@@ -81,14 +81,14 @@ def _types(schema: Any, root: Any, depth: int) -> frozenset[str]:
     if isinstance(values, list):
         return frozenset(_OF_VALUE.get(type(value), "null") for value in values)
     if isinstance(schema.get("$ref"), str):
-        return _types(_target(root, schema["$ref"]), root, depth + 1)
+        return _types(target_of(root, schema["$ref"]), root, depth + 1)
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(keyword), list):
             return frozenset().union(*(_types(each, root, depth + 1) for each in schema[keyword]))
     return frozenset()
 
 
-def _target(root: Any, reference: str) -> Any:
+def target_of(root: Any, reference: str) -> Any:
     """What a reference within the document names; None: nothing."""
     for step in reference.removeprefix("#").split("/")[1:]:
         root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
