@@ -118,6 +118,8 @@ class Dialect(ABC):
     """Names for --tool-call-parser, which are SGLang's."""
     separator: str = ""
     """Between two calls."""
+    constrains_reasoning: bool = False
+    """Whether the formats of calls and text hold the reasoning before them too."""
 
     @abstractmethod
     def write(self, calls: Sequence[Call]) -> str:
@@ -141,6 +143,10 @@ class Dialect(ABC):
             "at_least_one": True,
             "stop_after_first": not is_parallel,
         }
+
+    def text_format(self, text: dict[str, Any]) -> dict[str, Any]:
+        """An xgrammar format of the final text, with what stands around it."""
+        return text
 
     def free_text(self, state: ReasoningState) -> tuple[str | None, str] | None:
         """What comes before a text that is constrained: the marker with which it begins (None: it has begun),

@@ -49,6 +49,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         )
+        self.added_ids = frozenset(hf_tokenizer.added_tokens_decoder)
         eos = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
         vocab = hf_tokenizer.get_vocab()

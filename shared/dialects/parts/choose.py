@@ -13,7 +13,7 @@ from diptych.shared.text.inert import Inert
 from diptych.shared.text.tokenizer import Tokenizer
 
 FOLDER = "diptych.shared.dialects"
-DIALECTS = {"qwen3_coder": "Qwen3Coder", "hermes": "Hermes", "plain": "Plain"}
+DIALECTS = {"gpt_oss": "GptOss", "qwen3_coder": "Qwen3Coder", "hermes": "Hermes", "plain": "Plain"}
 """Module of this folder -> class, in the order in which templates are tried."""
 
 AUTO, NONE = "auto", "none"
@@ -125,9 +125,10 @@ def reasoning_fields(dialect: Dialect, ending: str, tokenizer: Tokenizer) -> dic
         return {}
     start, end = free
     start_id = None if start is None else tokenizer.token_to_id(start)
-    if (start is not None and start_id is None) or tokenizer.token_to_id(end) is None:
+    end_ids = tokenizer.encode(end, False)
+    if (start is not None and start_id is None) or not {end_ids[0], end_ids[-1]} <= tokenizer.added_ids:
         return {}
-    return {"reasoning_start": start_id, "reasoning_end": tuple(tokenizer.encode(end, False))}
+    return {"reasoning_start": start_id, "reasoning_end": tuple(end_ids)}
 
 
 def inert_for(dialect: Dialect, tokenizer: Tokenizer) -> Inert:

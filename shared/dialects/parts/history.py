@@ -32,6 +32,28 @@ def as_history(dialect: Dialect, messages: Sequence[dict[str, Any]]) -> list[dic
     return dialect.history(found)
 
 
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with several calls as one message for each call, with its result behind it: for templates that
+    show only the first."""
+    found: list[dict[str, Any]] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        num_results = next((i for i, m in enumerate(rest) if m["role"] != "tool"), len(rest))
+        results, rest = rest[:num_results], rest[num_results:]
+        for i, call in enumerate(calls):
+            head = message if i == 0 else {"role": "assistant", "content": ""}
+            its = [m for m in results if m.get("tool_call_id") == call.get("id")] or results[:1]
+            found += [{**head, "tool_calls": [call]}, *its]
+            results = [m for m in results if m not in its]
+        found += results
+    return found
+
+
 def _split_reasoning(dialect: Dialect, message: dict[str, Any]) -> None:
     """Content that begins with a whole block of reasoning, as a model wrote it."""
     content = message["content"]

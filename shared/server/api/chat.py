@@ -49,8 +49,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     params = body.sampling_params(
         wanted if wanted is not None else prompts.ready.context_len - len(prompt.ids),
         (body.top_logprobs or 0) if body.logprobs else None,
-        **prompts.reasoning_fields(prompt),
-        **constraint,
+        **{**prompts.reasoning_fields(prompt), **constraint},
     )
     prompts.check(prompt.ids, "messages", params, length_field)
     return state.generation([prompt.ids], params, body, images, form)

@@ -37,15 +37,20 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
             "tool_choice",
         )
     is_parallel = body.parallel_tool_calls and not isinstance(choice, ToolChoice)
-    calls = with_tokens(form.dialect.calls_format(tools, is_parallel), form.marker_ids)
+    try:
+        calls = form.dialect.calls_format(tools, is_parallel)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
     plain = body.model_copy(update={"response_format": None})
     if is_forced:
-        return plain, {"structural_tag": _tag(calls)}
+        return plain, _constraint(calls, form)
     schema = body.grammar_params().get("json_schema", ANY_OBJECT)
     schema = json.loads(schema) if isinstance(schema, str) else schema
     text = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-    return plain, {"structural_tag": _tag({"type": "or", "elements": [calls, text]})}
+    return plain, _constraint({"type": "or", "elements": [calls, form.dialect.text_format(text)]}, form)
 
 
-def _tag(form: dict[str, Any]) -> str:
-    return json.dumps({"type": "structural_tag", "format": form})
+def _constraint(shape: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
+    tag = {"type": "structural_tag", "format": with_tokens(shape, form.marker_ids)}
+    whole = {"reasoning_start": None, "reasoning_end": ()} if form.dialect.constrains_reasoning else {}
+    return {"structural_tag": json.dumps(tag), **whole}

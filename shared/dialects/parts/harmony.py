@@ -1,0 +1,65 @@
+"""Messages in OpenAI's harmony format: `<|channel|>CHANNEL to=TOOL<|message|>BODY`, one after another.
+
+openai-harmony reads the same from token ids, with a vocabulary that it downloads: this reads any tokenizer's.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+from diptych.shared.dialects.parts.json_calls import read_arguments
+from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
+
+START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
+CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
+MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN)
+ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+TO = " to=functions."
+
+_TOOL = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def read_messages(stream: Stream, separates_reasoning: bool) -> Steps[None]:
+    """All messages. `final` is content, `commentary` that names no tool too, any other channel is reasoning.
+    Text without a header is content."""
+    header = ""
+    for opening in (TO, CHANNEL):
+        if not header and (yield from stream.accept(opening)):
+            header = opening
+    if not header:
+        header = yield from stream.until(*MARKERS, emit=stream.content)
+    while header:
+        header = yield from _header(stream, header)
+        tool, channel = _TOOL.search(header), _CHANNEL.search(header)
+        if not header:
+            return
+        if tool and stream.tools:
+            stream.call(tool[1])
+            with suppress(NotACall):
+                yield from stream.space()
+                yield from read_arguments(stream)
+            header = yield from stream.until(*MARKERS)
+            continue
+        is_final = channel is not None and channel[1] in ("final", "commentary") and not tool
+        emit = stream.content if is_final or not separates_reasoning else stream.reasoning
+        header = yield from stream.until(*MARKERS, emit=emit)
+
+
+def _header(stream: Stream, text: str) -> Steps[str]:
+    """What is before a message's body. text: the beginning of the header, or a marker before it."""
+    parts = [text]
+    while marker := (yield from stream.until(*MARKERS, emit=parts.append)):
+        if marker == MESSAGE:
+            return "".join(parts)
+        parts = [] if marker in (START, END, CALL, RETURN) else [*parts, marker]
+    return ""
+
+
+def behind_analysis(form: dict[str, Any]) -> dict[str, Any]:
+    """A format that any number of analysis messages may precede."""
+    any_text = {"type": "any_text", "excludes": [END]}
+    analysis = {"type": "tag", "begin": ANALYSIS, "content": any_text, "end": f"{END}{START}assistant"}
+    return {"type": "sequence", "elements": [{"type": "star", "content": analysis}, form]}
