@@ -191,6 +191,7 @@ def tiered(cache_class: type[PrefixCache], tier: HostCache) -> type[PrefixCache]
 
         def reset(self) -> None:
             super().reset()
-            tier.clear()
+            if self.allocator is not None:  # a policy makes caches of this class without pools
+                tier.clear()
 
     return TieredRadixCache

@@ -49,7 +49,7 @@ def num_loaded(llm: LLM) -> int:
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
-    {"page_size": 4, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    {"page_size": 4, "chunked_prefill_size": 16, "enable_mixed_chunk": True, "schedule_policy": "lpm"},
     {"page_size": 16, "schedule_policy": "lpm"},
     {"hicache_tokens": 96},  # pages are forgotten there, too
     {"max_total_tokens": 256, "schedule_conservativeness": 0.01},  # retraction, and eviction all the time

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_NOT_OURS = {".git", ".venv", "build", "dist", "site", "__pycache__"}
+_NOT_OURS = {".git", ".venv", "build", "dist", "site"}
 
 
 def _through_link(name: Path) -> bool:
@@ -27,7 +27,8 @@ def project_files() -> list[Path]:
         names = [
             name
             for name in names
-            if not _NOT_OURS & set(name.parts) and not any(part.endswith(".egg-info") for part in name.parts)
+            if name.parts[0] not in _NOT_OURS
+            and not any(part == "__pycache__" or part.endswith(".egg-info") for part in name.parts)
         ]
     return sorted(name for name in names if (ROOT / name).is_file() and not _through_link(name))
 
