@@ -25,12 +25,16 @@ class ModelRunner(interface.ModelRunner):
             self.expert_manager.before_pass()
         if self.lora is not None:
             self.lora.prepare(forward_batch)
+        linear = None
+        if self.linear_attention is not None:
+            linear = self.linear_attention.for_batch(forward_batch)
         # --8<-- [start:model-runner-forward]
         attention = BatchAttention(
             backend=self.attention,
             plan=self.attention.plan(forward_batch),
             kv_pool=self.kv_pool,
             out_cache_loc=forward_batch.out_cache_loc,
+            linear=linear,
         )
         hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:

@@ -64,6 +64,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "triton": "diptych.optimized.mla.mla_triton:TritonMLA",
         "flashinfer": "diptych.optimized.mla.mla_flashinfer:FlashInferMLA",
     },
+    "linear_attention": {"reference": "diptych.reference.linear_attention:LinearAttention"},
     "layers": {"reference": "diptych.reference.layers", "optimized": "diptych.optimized.layers"},
     "quantization": {
         "reference": "diptych.reference.quantized.quantized_layers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
@@ -139,15 +139,20 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _module_of(decoder: str, classes: Mapping[str, str]) -> str:
+    """A cell: the module of a family's class in a panel, if it has one."""
+    return code(classes[decoder].partition(":")[0]) if decoder in classes else "refused"
+
+
 def families() -> str:
-    """The architectures of config.json that both panels have."""
+    """The architectures of config.json, and the module that each panel has for them."""
     from diptych.shared.config.families import FAMILIES
 
     panels = [
         importlib.import_module(f"diptych.{name}.models").CLASSES for name in ("reference", "optimized")
     ]
     rows = [
-        [f"`{name}`", *(code(classes[family.decoder].partition(":")[0]) for classes in panels)]
+        [f"`{name}`", *(_module_of(family.decoder, classes) for classes in panels)]
         for name, family in FAMILIES.items()
     ]
     return table(["Architecture", "Reference", "Optimized"], rows)

@@ -12,6 +12,7 @@ CLASSES = {
     "decoder": "diptych.reference.decoder:DecoderForCausalLM",
     "gemma": "diptych.reference.models.gemma:GemmaForCausalLM",
     "llama4": "diptych.reference.models.llama4:Llama4ForCausalLM",
+    "qwen_next": "diptych.reference.models.qwen_next:QwenNextForCausalLM",
 }
 
 

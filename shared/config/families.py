@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from diptych.shared.config.fields import Fields
+from diptych.shared.config.hf_linear_attention import with_linear_attention
 from diptych.shared.config.hf_llama4 import with_llama4
 from diptych.shared.config.hf_windows import NO_WINDOWS, Windows
 from diptych.shared.config.model import ModelConfig
@@ -18,12 +19,16 @@ Names = tuple[tuple[str, str], ...]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linear layers that a checkpoint may hold as one tensor: their rows lie one below the other."""
 
+GROUPED = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+"""Linear layers of Qwen3-Next that are one tensor: its rows are grouped by key head."""
+
 
 @dataclass(frozen=True)
 class Family:
     """What an architecture fixes, and what it takes for a key that a config.json leaves out."""
 
-    decoder: Literal["decoder", "gemma", "llama4"] = "decoder"  # whose forward pass: each panel has a class
+    # whose forward pass: each panel has a class
+    decoder: Literal["decoder", "gemma", "llama4", "qwen_next"] = "decoder"
 
     # the shape of a layer
     num_key_value_heads: Literal["required", "as query heads"] = "required"
@@ -44,6 +49,7 @@ class Family:
 
     # attention and positions
     rope_theta: float = 10_000.0
+    rotary_share: float = 1.0  # for a missing partial_rotary_factor
     local_rope_theta: float | None = None  # RoPE of its own in layers with a window
     is_context_scaled: bool = False  # max_position_embeddings has RoPE's factor in it
     windows: Windows = NO_WINDOWS
@@ -52,7 +58,7 @@ class Family:
     soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
 
     # the checkpoint
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rows of FUSED
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rows of FUSED or GROUPED
     names: Names = ()
     packed_experts: Literal["rows", "columns", "alternating columns"] = "rows"  # of gate and up
 
@@ -70,6 +76,19 @@ _GEMMA = Family(
     post_norms=True,
     is_context_scaled=True,
     attn_scale=256.0,
+)
+_QWEN_NEXT = Family(
+    "qwen_next",
+    head_dim=256,
+    qkv_bias=None,
+    o_bias=None,
+    qk_norm=True,
+    norm_unit_offset=True,
+    rope_theta=10_000_000.0,
+    rotary_share=0.25,
+    windows=Windows("other layer types"),
+    names=((".shared_expert.", ".shared_experts."),),
+    more=with_linear_attention,
 )
 _QWEN_WINDOWS = Windows("optional, from max_window_layers")
 
@@ -120,7 +139,7 @@ FAMILIES = {
         qkv_bias=None,
         o_bias=None,
         rope_theta=500_000.0,
-        windows=Windows("chunks instead"),
+        windows=Windows("other layer types"),
         names=((".feed_forward.", ".mlp."), (".router.", ".gate."), (".shared_expert.", ".shared_experts.")),
         packed_experts="columns",
         more=with_llama4,
@@ -131,6 +150,11 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
     ),
+    # gated DeltaNet in three layers of four, gated attention in the fourth; MoE with a shared expert
+    "Qwen3NextForCausalLM": replace(_QWEN_NEXT, moe="qwen3", fused=GROUPED),
+    # the same layers with an MLP, or with MoE
+    "Qwen3_5ForCausalLM": _QWEN_NEXT,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN_NEXT, moe="qwen3"),
     # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
     "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
     # the same, routed by a sigmoid and a bias for each expert
@@ -143,5 +167,7 @@ def find_class(architecture: str, classes: Mapping[str, str]) -> Any:
     architecture."""
     if architecture not in FAMILIES:
         raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(FAMILIES)}")
+    if FAMILIES[architecture].decoder not in classes:
+        raise ValueError(f"{architecture} runs in the reference panel alone: choose panel=reference")
     module, name = classes[FAMILIES[architecture].decoder].split(":")
     return getattr(import_module(module), name)

@@ -76,7 +76,10 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
+        # Where every layer has experts, the key may be missing.
+        intermediate_size=fields.integer(
+            "intermediate_size", default=REQUIRED if moe is None else moe.intermediate_size
+        ),
         num_hidden_layers=num_hidden_layers,
         num_qo_heads=fields.integer("num_attention_heads"),
         num_kv_heads=num_kv_heads,
@@ -117,7 +120,8 @@ def _heads(fields: Fields, family: Family, mla: MLAConfig | None) -> tuple[int, 
     """(head_dim, num_kv_heads, rope)"""
     if mla is None:
         head_dim = _head_dim(fields, family)
-        rope = parse_rope(fields, head_dim, family.rope_theta, family.local_rope_theta is not None)
+        has_local = family.local_rope_theta is not None
+        rope = parse_rope(fields, head_dim, family.rope_theta, has_local, family.rotary_share)
         return head_dim, _num_kv_heads(fields, family), rope
     rope = parse_rope(fields, mla.qk_rope_head_dim, family.rope_theta)
     rope = replace(rope, is_interleaved=fields.boolean("rope_interleave", default=True))

@@ -21,6 +21,8 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", {}),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", {}),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", {}),
     "LlavaForConditionalGeneration": (
         "LlamaForCausalLM",
         {

@@ -8,8 +8,15 @@ from diptych.shared.config.fields import MAXIMA, Fields
 from diptych.shared.config.model import RopeConfig, RopeType
 
 
-def parse_rope(fields: Fields, head_dim: int, default_theta: float, has_local: bool = False) -> RopeConfig:
-    """`has_local`: layers with a sliding window have their own (`parse_local_rope`)."""
+def parse_rope(
+    fields: Fields,
+    head_dim: int,
+    default_theta: float,
+    has_local: bool = False,
+    default_share: float = 1.0,
+) -> RopeConfig:
+    """`has_local`: layers with a sliding window have their own (`parse_local_rope`). `default_share` stands
+    for a missing partial_rotary_factor."""
     # With both present transformers takes rope_scaling, and rope_theta from wherever it is.
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = Fields(fields.raw(key, "an object", default={}), f"{fields.where}, {key}")
@@ -20,7 +27,7 @@ def parse_rope(fields: Fields, head_dim: int, default_theta: float, has_local: b
     rope_type = _rope_type(rope)
     max_position_embeddings = fields.integer("max_position_embeddings")
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=default_theta))
-    rotary_dim = _rotary_dim(fields, rope, head_dim)
+    rotary_dim = _rotary_dim(fields, rope, head_dim, default_share)
     if rope_type == "dynamic" and rotary_dim <= 2:
         raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
     return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
@@ -100,10 +107,10 @@ def _rope_type(rope: Fields) -> RopeType:
     raise ValueError(f"{rope.where}: rope_type is {rope_type!r:.80}; supported are {', '.join(supported)}")
 
 
-def _rotary_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
+def _rotary_dim(fields: Fields, rope: Fields, head_dim: int, default_share: float = 1.0) -> int:
     key = "partial_rotary_factor"
     where = rope if key in rope else fields
-    fraction = where.number(key, default=1.0)
+    fraction = where.number(key, default=default_share)
     rotary_dim = int(head_dim * min(fraction, 2.0))  # an integer, whatever the number
     if fraction > 1.0 or rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(

@@ -12,7 +12,7 @@ class Windows(NamedTuple):
 
     kind: Literal[
         "none",
-        "chunks instead",
+        "other layer types",  # none has a window
         "all layers",
         "all but every nth",  # every nth layer sees all tokens
         "optional, from max_window_layers",  # off unless use_sliding_window is true
@@ -27,7 +27,7 @@ NO_WINDOWS = Windows()
 
 def sliding_windows(fields: Fields, windows: Windows, num_hidden_layers: int) -> tuple[int, ...]:
     """Hugging Face counts the token itself in the window, we count the tokens before it."""
-    if windows.kind == "chunks instead":
+    if windows.kind == "other layer types":
         return ()
     window = None
     if windows.kind in ("all layers", "all but every nth"):

@@ -90,6 +90,38 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Gated DeltaNet. A key head serves num_v_heads / num_k_heads value heads. A causal convolution runs over
+    the channels of q, k and v before the recurrence."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_kernel: int  # taps of the convolution, that of the token itself included
+
+    def __post_init__(self) -> None:
+        if self.num_v_heads % self.num_k_heads != 0:
+            raise ValueError(
+                f"linear_num_value_heads ({self.num_v_heads}) is no multiple of linear_num_key_heads "
+                f"({self.num_k_heads})"
+            )
+
+    @property
+    def k_size(self) -> int:
+        return self.num_k_heads * self.k_head_dim
+
+    @property
+    def v_size(self) -> int:
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The convolution's channels: all heads of q, then of k, then of v."""
+        return 2 * self.k_size + self.v_size
+
+
 class AttnTemperature(NamedTuple):
     """Layers without RoPE scale q at position p by ln(1 + floor((p + 1) / floor_scale)) * scale + 1."""
 
@@ -133,6 +165,9 @@ class ModelConfig:
     moe_layers: frozenset[int] = field(default_factory=frozenset)  # layers whose MLP is an MoE
     num_nextn_layers: int = 0  # behind the last layer a checkpoint has so many for drafting (NEXTN, or MTP)
     mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
+    attn_output_gate: bool = False  # q_proj gives each head a gate, too: sigmoid(gate) times its output
+    linear_attention: LinearAttentionConfig | None = None  # of the layers without KV
+    linear_layers: frozenset[int] = field(default_factory=frozenset)  # these layers; the others have KV
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     num_labels: int = 0  # of a reward model: rows of its head, which gives scores and no tokens
@@ -149,6 +184,16 @@ class ModelConfig:
             )
         if self.moe_layers and self.moe is None:
             raise ValueError(f"moe_layers names {len(self.moe_layers)} layers, but there is no MoE config")
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have KV: all but those of linear attention."""
+        return self.num_hidden_layers - len(self.linear_layers)
+
+    def layer_of_kind(self, layer_id: int) -> int:
+        """The index of a layer among those of its kind, with KV or with states: its place in their pool."""
+        is_linear = layer_id in self.linear_layers
+        return sum((i in self.linear_layers) == is_linear for i in range(layer_id))
 
     @property
     def v_head_dim(self) -> int:

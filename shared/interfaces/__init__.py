@@ -19,6 +19,12 @@ from diptych.shared.interfaces.layers import (
     RotaryEmbedding,
     SiluAndMul,
 )
+from diptych.shared.interfaces.linear_attention import (
+    BatchLinearAttention,
+    LinearAttention,
+    LinearLayer,
+    StatePool,
+)
 from diptych.shared.interfaces.lora import LoraPool
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from diptych.shared.interfaces.mla_attention import MLAAttentionBackend
@@ -61,6 +67,7 @@ __all__ = [
     "AddReqResult",
     "AttentionBackend",
     "BatchAttention",
+    "BatchLinearAttention",
     "CacheNode",
     "CacheWatcher",
     "CausalLM",
@@ -81,6 +88,8 @@ __all__ = [
     "HostPool",
     "InsertResult",
     "Layers",
+    "LinearAttention",
+    "LinearLayer",
     "LoraPool",
     "MLAAttentionBackend",
     "MLATokenToKVPool",
@@ -108,6 +117,7 @@ __all__ = [
     "SchedulerState",
     "SchedulerStats",
     "SiluAndMul",
+    "StatePool",
     "TokenToKVPool",
     "TokenToKVPoolAllocator",
     "TopK",

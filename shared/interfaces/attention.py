@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from diptych.shared.interfaces.linear_attention import BatchLinearAttention
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import AttentionLayer
@@ -133,3 +134,4 @@ class BatchAttention:
     kv_pool: TokenToKVPool
     out_cache_loc: torch.Tensor  # [num_tokens] int64
     rows: torch.Tensor | None = None  # int64, the tokens whose hidden states are needed; None: all
+    linear: BatchLinearAttention | None = None  # of models with layers of linear attention

@@ -9,6 +9,7 @@ from typing import Any
 from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces.attention import AttentionBackend
 from diptych.shared.interfaces.host_pool import HostPool
+from diptych.shared.interfaces.linear_attention import LinearAttention
 from diptych.shared.interfaces.lora import LoraPool
 from diptych.shared.interfaces.memory_pool import TokenToKVPool
 from diptych.shared.interfaces.model import CausalLM
@@ -24,6 +25,7 @@ class RunnerFeatures:
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
     expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
+    linear_attention: LinearAttention | None = None  # of a model that has layers of it
 
 
 NO_FEATURES = RunnerFeatures()
@@ -42,6 +44,7 @@ class ModelRunner(ABC):
 
     `lora`: the pool of adapters of the model, if there is one. Each batch but an IDLE one is given to its
     `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their `before_pass` is called.
+    `linear_attention`: planned for each batch, for a model that has layers of it.
     """
 
     model: CausalLM
@@ -51,6 +54,7 @@ class ModelRunner(ABC):
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
     expert_manager: Any = None
+    linear_attention: LinearAttention | None = None
     compile_seconds: float = 0.0
     """of `prepare`: for compiling kernels before they are needed"""
 
@@ -69,6 +73,7 @@ class ModelRunner(ABC):
         self.lora = features.lora
         self.host_pool = features.host_pool
         self.expert_manager = features.expert_manager
+        self.linear_attention = features.linear_attention
 
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:

@@ -85,7 +85,7 @@ def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
 
 
 def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
-    return model_config.kv_size * model_config.num_hidden_layers * dtype.itemsize
+    return model_config.kv_size * model_config.num_kv_layers * dtype.itemsize
 
 
 def free_gpu_memory(device: torch.device) -> int:

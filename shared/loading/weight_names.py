@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from diptych.shared.config import MLAConfig, ModelConfig, MoEConfig
-from diptych.shared.config.families import FAMILIES, Family
+from diptych.shared.config.families import FAMILIES, GROUPED, Family
+from diptych.shared.config.model import LinearAttentionConfig
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
-VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.")
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
@@ -34,7 +35,7 @@ class WeightPart(NamedTuple):
     """The place of a canonical weight in a tensor of a checkpoint."""
 
     name: str
-    index: tuple[int | slice, ...]  # type: ignore[assignment]  # where in the tensor; (): all of it
+    index: tuple[int | slice | torch.Tensor, ...]  # type: ignore[assignment]  # where in the tensor; (): all
     shape: tuple[int, ...]
     is_transposed: bool = False  # in the tensor
 
@@ -43,11 +44,17 @@ class WeightPart(NamedTuple):
         return part.T if self.is_transposed else part
 
 
+def language_name(name: str) -> str:
+    """The name of a language model's weight without the prefixes of a multimodal checkpoint."""
+    name = name.removeprefix("language_model.")
+    return f"model.{rest}" if (rest := name.removeprefix("model.language_model.")) != name else name
+
+
 def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | None = None) -> list[WeightPart]:
     """The canonical weights in a tensor of this name and shape: the tensor itself, several that a family has
     in one, or many in packed experts. `config`: of the language model; without one (a draft model) names get
     no prefix."""
-    name = name.removeprefix("language_model.")  # of a multimodal checkpoint
+    name = language_name(name)
     family = Family() if config is None else FAMILIES.get(config.architecture, Family())
     if config is not None and name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
@@ -55,6 +62,8 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
         name = name.replace(theirs, ours)
     parent, _, last = name.rpartition(".")
     parent, _, module = parent.rpartition(".")
+    if config is not None and config.linear_attention is not None and module in GROUPED:
+        return _grouped_parts(parent, module, shape, config.linear_attention)
     if config is not None and module in family.fused:
         return _fused_parts(parent, family.fused[module], last, shape, config)
     if family.packed_experts != "rows":
@@ -100,6 +109,27 @@ def _fused_parts(
     return parts
 
 
+def _grouped_parts(
+    parent: str, module: str, shape: tuple[int, ...], linear: LinearAttentionConfig
+) -> list[WeightPart]:
+    """The weights of linear attention's projections whose rows lie key head by key head: for each, its q, its
+    k, and v and z (or b and a) of its value heads."""
+    num_v = linear.num_v_heads // linear.num_k_heads
+    sizes = [num_v, num_v]
+    if module == "in_proj_qkvz":
+        sizes = [linear.k_head_dim, linear.k_head_dim] + [num_v * linear.v_head_dim] * 2
+    if shape[0] != linear.num_k_heads * sum(sizes):
+        return [WeightPart(f"{parent}.{module}.weight", (), shape)]
+    of_each = torch.arange(shape[0]).view(linear.num_k_heads, -1).split(sizes, dim=1)
+    rows = [these.flatten() for these in of_each]
+    if module == "in_proj_qkvz":
+        rows = [torch.cat(rows[:3]), rows[3]]
+    return [
+        WeightPart(f"{parent}.{name}.weight", (these,), (len(these), *shape[1:]))
+        for name, these in zip(GROUPED[module], rows)
+    ]
+
+
 def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) -> list[WeightPart]:
     """The canonical weights in packed and transposed experts: gate_up_proj [num_experts, hidden, 2 *
     intermediate], gate before up or interleaved, and down_proj [num_experts, intermediate, hidden]; and their
@@ -131,7 +161,9 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
     and those for images."""
     if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.fullmatch(name) or name.startswith(VISION):
         return True
-    name = name.removeprefix("language_model.")
+    if config.linear_attention is not None and name.startswith("mtp."):
+        return True
+    name = language_name(name)
     first = config.num_hidden_layers
     if any(name.startswith(f"model.layers.{first + i}.") for i in range(config.num_nextn_layers)):
         return True
@@ -177,7 +209,8 @@ class _Shapes(dict[str, tuple[int, ...]]):
         if config.mla is not None:
             self.mla(name, config.mla)
         else:
-            self.linear(f"{name}.q_proj", config.num_qo_heads * head_dim, hidden_size, config.qkv_bias)
+            q_size = config.num_qo_heads * head_dim * (2 if config.attn_output_gate else 1)
+            self.linear(f"{name}.q_proj", q_size, hidden_size, config.qkv_bias)
             self.linear(f"{name}.k_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
             self.linear(f"{name}.v_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
         if config.qk_norm:
@@ -186,6 +219,18 @@ class _Shapes(dict[str, tuple[int, ...]]):
         self.linear(f"{name}.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias)
         if config.attn_sinks:
             self[f"{name}.sinks"] = (config.num_qo_heads,)
+
+    def linear_attention(self, name: str, linear: LinearAttentionConfig) -> None:
+        hidden_size = self.config.hidden_size
+        self.linear(f"{name}.in_proj_qkv", linear.num_channels, hidden_size)
+        self.linear(f"{name}.in_proj_z", linear.v_size, hidden_size)
+        self.linear(f"{name}.in_proj_b", linear.num_v_heads, hidden_size)
+        self.linear(f"{name}.in_proj_a", linear.num_v_heads, hidden_size)
+        self[f"{name}.conv1d.weight"] = (linear.num_channels, 1, linear.conv_kernel)
+        self[f"{name}.A_log"] = (linear.num_v_heads,)
+        self[f"{name}.dt_bias"] = (linear.num_v_heads,)
+        self[f"{name}.norm.weight"] = (linear.v_head_dim,)
+        self.linear(f"{name}.out_proj", hidden_size, linear.v_size)
 
     def experts(self, name: str, moe: MoEConfig) -> None:
         """Router, experts, and the experts that every token takes."""
@@ -207,7 +252,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer_id in range(config.num_hidden_layers):
         layer = f"model.layers.{layer_id}"
         shapes[f"{layer}.input_layernorm.weight"] = (config.hidden_size,)
-        shapes.attention(f"{layer}.self_attn")
+        if config.linear_attention is not None and layer_id in config.linear_layers:
+            shapes.linear_attention(f"{layer}.linear_attn", config.linear_attention)
+        else:
+            shapes.attention(f"{layer}.self_attn")
         norms = ["post_attention_layernorm"]
         if config.post_norms:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]

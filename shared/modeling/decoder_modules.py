@@ -34,7 +34,7 @@ class AttentionModules(nn.Module):
             self.k_norm = norm(config.head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
         self.layer = AttentionLayer(
-            layer_id=layer_id,
+            layer_id=config.layer_of_kind(layer_id),
             num_qo_heads=config.num_qo_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -55,6 +55,7 @@ class LayerModules(nn.Module):
     attention_class: type[nn.Module]
     mla_class: type[nn.Module]
     mlp_class: type[nn.Module]
+    linear_attention_class: type[nn.Module]  # of families that have it
 
     def __init__(
         self,
@@ -71,7 +72,12 @@ class LayerModules(nn.Module):
         norm, sizes = norm_class(config, layers), (config.hidden_size, config.rms_norm_eps)
         attention = self.attention_class if config.mla is None else self.mla_class
         self.input_layernorm = norm(*sizes)
-        self.self_attn: Any = attention(config, layer_id, layers, rotary_emb)
+        self.self_attn: Any = None
+        self.linear_attn: Any = None
+        if layer_id in config.linear_layers:
+            self.linear_attn = self.linear_attention_class(config, layer_id)
+        else:
+            self.self_attn = attention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = norm(*sizes)
         if config.post_norms:
             self.pre_feedforward_layernorm = norm(*sizes)

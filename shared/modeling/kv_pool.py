@@ -23,7 +23,7 @@ def build_kv_pool(
     kv_scales: Sequence[KVScales] | None = None,
 ) -> TokenToKVPool:
     """A pool for the layers of `config`, from the chosen components. `kv_scales`: of each layer, for FP8."""
-    layers = size, page_size, config.num_hidden_layers
+    layers = size, page_size, config.num_kv_layers
     pool: TokenToKVPool
     if config.mla is not None:
         sizes = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim

@@ -177,6 +177,7 @@ def make_parts(
         lora=lora,
         host_pool=pools.host.pool if pools.host is not None else None,
         expert_manager=extras.experts,
+        linear_attention=extras.linear_attention,
     )
     return SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool, runner_features),

@@ -17,6 +17,7 @@ _CLASSES: dict[str, type] = {
     "chunk_cache": interfaces.PrefixCache,
     "attention": interfaces.AttentionBackend,
     "mla_attention": interfaces.MLAAttentionBackend,
+    "linear_attention": interfaces.LinearAttention,
     "mla_memory_pool": interfaces.MLATokenToKVPool,
     "host_pool": interfaces.HostPool,
     "lora": interfaces.LoraPool,

@@ -17,6 +17,7 @@ from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import (
     CausalLM,
     Drafter,
+    LinearAttention,
     PrefixCache,
     ReqToTokenPool,
     SchedulerFeature,
@@ -37,6 +38,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),
     ("beside_model:RewardHead", lambda plan: plan.model_config.num_labels),
+    ("beside_model:LinearStates", lambda plan: plan.model_config.linear_attention),
     ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
     ("beside_model:Lora", lambda plan: plan.config.lora_paths or plan.config.max_loras_per_batch),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),
@@ -54,6 +56,7 @@ class Extras:
     experts: ExpertManager | None = None
     lora: LoraAdapters | None = None
     drafter: Drafter | None = None
+    linear_attention: LinearAttention | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from diptych.shared.engine.build.plan import Plan
 from diptych.shared.engine.requests.embedding import read_reward_head
 from diptych.shared.engine.requests.images import takes_images
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
-from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts, SchedulerFeature
+from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts, SchedulerFeature, StatePool
+from diptych.shared.loading.kv_sizing import check_memory, num_rows
 from diptych.shared.parallel.agreement import AgreedDrafter
 from diptych.shared.scheduling.lora_slots import LoraSlots
 
@@ -40,6 +41,44 @@ class Vision(Feature):
         load_vision = registry.load_part("vision").load_vision
         size = plan.model_config.hidden_size
         return {"vision": load_vision(plan.folder, vision_config, size, plan.device, plan.dtype)}
+
+
+class LinearStates(Feature):
+    """The states of a model with linear attention, one for each row of req_to_token."""
+
+    def check(self) -> None:
+        plan, config = self.plan, self.plan.config
+        architecture = plan.model_config.architecture
+        for component in ("models", "model_runner"):
+            if plan.selection[component] != "reference":
+                raise ValueError(
+                    f"{architecture} has linear attention, which runs in the reference panel; "
+                    f"{component} is {plan.selection[component]}: choose panel=reference"
+                )
+        refused: dict[str, Any] = {
+            "speculative": config.speculative,
+            "lora_paths": config.lora_paths or config.max_loras_per_batch,
+            "hicache_tokens": config.hicache_tokens,
+            "deterministic": config.deterministic,
+            "tp, pp": config.tp > 1 or config.pp > 1 or config.dp_attention,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise ValueError(f"{name} does not work with the linear attention of {architecture}")
+
+    def implementation(self, component: str, impl: Any) -> Any:
+        """KV alone is no prefix: a request needs the state at its end, too, and states are not kept."""
+        return self.plan.component("chunk_cache") if component == "radix_cache" else impl
+
+    def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        plan, linear = self.plan, self.plan.model_config.linear_attention
+        assert linear is not None
+        num_layers, num = len(plan.model_config.linear_layers), num_rows(plan.config)
+        num_bytes = (num + 1) * StatePool.bytes_per_row(num_layers, linear, plan.dtype)
+        what = f"states for max_running_requests={plan.config.max_running_requests}"
+        check_memory(what, num_bytes, plan.device)
+        pool = StatePool(num, num_layers, linear, plan.dtype, plan.device)
+        return {"linear_attention": plan.component("linear_attention")(pool)}
 
 
 class Lora(Feature):

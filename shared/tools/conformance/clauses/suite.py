@@ -51,6 +51,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "radix_cache.request_lives",
     ),
     "chunk_cache": ("chunk_cache.requests", "radix_cache.request_lives"),
+    "linear_attention": ("linear_attention.recurrence",),
     "attention": (
         "attention.batches",
         "attention.layers",

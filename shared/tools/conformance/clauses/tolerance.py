@@ -38,6 +38,11 @@ _SOFTMAX = (
     "exp amplifies a score's rounding: scores of magnitude up to 10 in float32 are off by 1e-6, and so are "
     "weights relatively; half types round the probabilities before the second GEMM (one more unit)"
 )
+_RECURRENCE = (
+    "a state in float32 takes one rounded update a token, each of them contracting (|k| = 1, beta and exp(g) "
+    "at most 1), so errors do not grow; a convolution and norms of few roundings before it; one rounding of "
+    "the output to its type"
+)
 _GEMM_CHAIN = (
     "two GEMMs with a rounding to the type between them; each rounds its output once and the "
     "second sums the first's roundings"
@@ -79,6 +84,11 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         torch.float32: Tolerance(5e-6, 2e-5, 5e-6, _SOFTMAX),
         torch.float16: Tolerance(2e-3, 4 * _EPS[torch.float16], 3e-3, _SOFTMAX),
         torch.bfloat16: Tolerance(1.6e-2, 4 * _EPS[torch.bfloat16], 2e-2, _SOFTMAX),
+    },
+    "linear attention": {
+        torch.float32: Tolerance(1e-5, 2e-5, 5e-6, _RECURRENCE),
+        torch.float16: Tolerance(2e-3, 2 * _EPS[torch.float16], 2e-3, _RECURRENCE),
+        torch.bfloat16: Tolerance(8e-3, 2 * _EPS[torch.bfloat16], 1e-2, _RECURRENCE),
     },
     "softmax": {
         torch.float32: Tolerance(1e-9, 4e-6, 2e-6, _SOFTMAX),

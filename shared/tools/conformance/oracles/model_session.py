@@ -10,7 +10,7 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import ModelConfig
-from diptych.shared.interfaces import CausalLM
+from diptych.shared.interfaces import CausalLM, StatePool
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
 from diptych.shared.scheduling.pages import round_up_to_page
@@ -38,6 +38,13 @@ class ModelSession:
         for buffer in self.kv_buffers():
             poison_(buffer)
         self.attention = component(attention_component(config))(self.req_to_token_pool, self.kv_pool)
+        self.linear_attention: Any = None
+        if config.linear_attention is not None:
+            num_linear = len(config.linear_layers)
+            states = StatePool(num_reqs, num_linear, config.linear_attention, weight.dtype, self.device)
+            for buffer in (states.inputs, states.recurrent):
+                poison_(buffer)
+            self.linear_attention = component("linear_attention")(states)
         self.req_pool_indices = self.req_to_token_pool.alloc(num_reqs)
         self.lens = [0] * num_reqs
         self.last_locs = [-1] * num_reqs
@@ -68,8 +75,10 @@ class ModelSession:
         captured: dict[int, torch.Tensor] | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan = self.attention.plan(batch)
-        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc, rows)
+        linear = self.linear_attention and self.linear_attention.for_batch(batch)
+        attention = BatchAttention(
+            self.attention, self.attention.plan(batch), self.kv_pool, batch.out_cache_loc, rows, linear
+        )
         more = () if captured is None else (captured,)  # not every model can capture
         with torch.inference_mode():
             return self.model(batch.input_ids, batch.positions, attention, *more)

@@ -1,0 +1,98 @@
+"""Contract of linear attention: a state of fixed size for each request, in place of KV for each token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.types import ForwardBatch
+
+
+class StatePool:
+    """For each row of req_to_token, and in each layer of linear attention, the last inputs of the convolution
+    and the recurrent state. A row belongs to the request that has the row of req_to_token; row 0 to padding.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_layers: int,
+        config: LinearAttentionConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`num_rows`: of req_to_token, without row 0. `dtype`: of the inputs; states are float32 at least."""
+        rows = num_layers, num_rows + 1
+        wide = torch.promote_types(dtype, torch.float32)
+        inputs = config.conv_kernel - 1, config.num_channels
+        state = config.num_v_heads, config.k_head_dim, config.v_head_dim
+        self.inputs = torch.zeros(*rows, *inputs, dtype=dtype, device=device)
+        self.recurrent = torch.zeros(*rows, *state, dtype=wide, device=device)
+
+    @staticmethod
+    def bytes_per_row(num_layers: int, config: LinearAttentionConfig, dtype: torch.dtype) -> int:
+        wide = torch.promote_types(dtype, torch.float32)
+        inputs = (config.conv_kernel - 1) * config.num_channels * dtype.itemsize
+        state = config.num_v_heads * config.k_head_dim * config.v_head_dim * wide.itemsize
+        return num_layers * (inputs + state)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayer:
+    """A layer, as the recurrence needs it."""
+
+    layer_id: int  # its place in the pool of states
+    config: LinearAttentionConfig
+    conv_weight: torch.Tensor  # [num_channels, conv_kernel]; the last tap is that of the token itself
+
+
+class LinearAttention(ABC):
+    """Gated DeltaNet over the states of requests: `plan` once a step, `run` once a layer. (Yang et al.,
+    arXiv 2412.06464.)
+
+    Of a request, token t of `u` [num_tokens, num_channels] holds q, k and v of all heads before the
+    convolution. With the inputs of earlier steps before them, and zeros before position 0:
+
+    c[t] = silu(sum over taps j of conv_weight[:, j] * u[t - conv_kernel + 1 + j]); then (q, k, v) = c[t],
+    each head of q and k divided by sqrt(its sum of squares + 1e-6), and q by sqrt(k_head_dim). Value head h
+    reads key head h // (num_v_heads // num_k_heads). With the state S [k_head_dim, v_head_dim] of each value
+    head:
+
+    S = exp(g[t]) * S;  d = beta[t] * (v - Sᵀk);  S = S + k dᵀ;  o[t] = Sᵀq
+
+    in float32 at least. The state before a request's first token is zero, whatever its row holds. After `run`
+    the row of each request in the batch holds its state and its last conv_kernel - 1 inputs; no other row has
+    changed, except row 0, which belongs to padding. Rows of other requests are not read: they may hold NaN.
+    """
+
+    @abstractmethod
+    def __init__(self, pool: StatePool) -> None: ...
+
+    @abstractmethod
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        """Everything that depends on the batch but not on the layer. Meaningful to `run` of the same object,
+        until the next `plan`. A request's tokens follow those that its row has seen: they begin at position
+        seq_lens - extend_seq_lens."""
+
+    @abstractmethod
+    def run(
+        self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: Any
+    ) -> torch.Tensor:
+        """u [num_tokens, num_channels]; g (at most 0), beta [num_tokens, num_v_heads] float32 -> o
+        [num_tokens, num_v_heads, v_head_dim] of u's dtype. Mutates the pool alone."""
+
+    def for_batch(self, forward_batch: ForwardBatch) -> BatchLinearAttention:
+        """What a model takes: this object, and its plan."""
+        return BatchLinearAttention(self, self.plan(forward_batch))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLinearAttention:
+    """What a model needs to compute linear attention during one step."""
+
+    backend: LinearAttention
+    plan: Any

@@ -1,0 +1,49 @@
+"""The modules of a gated DeltaNet layer, with the names of Hugging Face's weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.linear_attention import LinearLayer
+
+
+def _empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Weight(nn.Module):
+    """A module that is only the name of its weight."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = _empty(*shape, dtype=dtype)
+
+
+class GatedDeltaNetModules(nn.Module):
+    """Four projections of a token, the convolution, the decay of each value head, the norm of its output, and
+    the projection back. Decay and norm are float32, as checkpoints have them."""
+
+    linear_class: type[nn.Module]
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__()
+        linear = config.linear_attention
+        assert linear is not None
+        self.config, self.layer_id = linear, config.layer_of_kind(layer_id)
+        self.eps = config.rms_norm_eps
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.in_proj_qkv = self.linear_class(config.hidden_size, linear.num_channels)
+        self.in_proj_z = self.linear_class(config.hidden_size, linear.v_size)
+        self.in_proj_b = self.linear_class(config.hidden_size, linear.num_v_heads)
+        self.in_proj_a = self.linear_class(config.hidden_size, linear.num_v_heads)
+        self.conv1d = Weight(linear.num_channels, 1, linear.conv_kernel)
+        self.A_log = _empty(linear.num_v_heads, dtype=wide)
+        self.dt_bias = _empty(linear.num_v_heads, dtype=wide)
+        self.norm = Weight(linear.v_head_dim, dtype=wide)
+        self.out_proj = self.linear_class(linear.v_size, config.hidden_size)
+
+    @property
+    def layer(self) -> LinearLayer:
+        return LinearLayer(self.layer_id, self.config, self.conv1d.weight.squeeze(1))

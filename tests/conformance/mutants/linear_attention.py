@@ -1,0 +1,57 @@
+"""Planted bugs in linear attention: the traps of states that live in rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diptych.reference.linear_attention import LinearAttention
+from diptych.shared.interfaces.linear_attention import LinearLayer
+from diptych.shared.types import ForwardBatch
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
+
+REFERENCE = bugs_in("linear_attention", "reference.linear_attention:LinearAttention", folder="reference.")
+FILE = "linear_attention"
+
+
+@mutant_of("linear_attention")
+class KeepsARow(LinearAttention):
+    """A new request goes on with the state of the row's last one."""
+
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        is_nan = self.pool.recurrent.isnan().flatten(2).all(-1).all(0).tolist()
+        return [
+            tokens._replace(is_first=tokens.is_first and is_nan[tokens.row])
+            for tokens in super().plan(forward_batch)
+        ]
+
+
+@mutant_of("linear_attention")
+class WritesAllRows(LinearAttention):
+    """A step rewrites the states of rows that are not in it."""
+
+    def run(self, u: Any, g: Any, beta: Any, layer: LinearLayer, plan: Any) -> torch.Tensor:
+        output = super().run(u, g, beta, layer, plan)
+        self.pool.recurrent[layer.layer_id].nan_to_num_()
+        return output
+
+
+REFERENCE(
+    "ForgetsInputs", "The convolution of a step begins with zeros.",
+    (FILE, "seen = torch.cat((inputs[row],", "seen = torch.cat((torch.zeros_like(inputs[row]),"),
+)  # fmt: skip
+REFERENCE(
+    "GatesAfterTheCorrection", "The state decays after the correction instead of before it.",
+    (FILE, "state = g.exp()[:, None, None] * state\n    remembered", "remembered"),
+    (FILE, "state = state + k[", "state = g.exp()[:, None, None] * state + k["),
+)  # fmt: skip
+REFERENCE(
+    "HeadsTakeTurns", "Value head h reads key head h % num_k_heads.",
+    (FILE, "x.repeat_interleave(repeats, dim=1)", "x.repeat(1, repeats, 1)"),
+)  # fmt: skip
+REFERENCE(
+    "DividesByDecay", "The decay is taken as a quotient of two powers, which overflow.",
+    (FILE, "state = g.exp()[:, None, None] * state",
+     "e = (-g)[:, None, None].exp()\n    state = state / (e * e) * e"),
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""Models with linear attention against transformers in float32, by hand and in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_model
+from safetensors.torch import load_file, save_file
+
+from diptych.shared.config import parse_config, read_config
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
+from diptych.shared.types import SamplingParams
+
+# transformers computes prompts in chunks, in float32: its logits of size 19 are up to 1.1e-3 from those of
+# our recurrence in float64, ours in float32 up to 2.2e-4. A wrong model is 1e-1 away (`test_wrong_models`).
+TOLERANCE = 3e-3
+NUM_NEW = 16
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+def test_logits_and_greedy_text(name: str, tmp_path: Path) -> None:
+    """A whole prompt, then one in chunks of one token, some, and the rest."""
+    hf_model, prompt = random_hf_model(HYBRID_CONFIGS[name]), prompt_of(80)
+    model = load_saved(hf_model, tmp_path)
+    expected_ids, expected = hf_greedy(hf_model, prompt, NUM_NEW)
+    for chunks in ((), (1, 33)):
+        ids, logits = greedy(model, prompt, NUM_NEW, chunks)
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=TOLERANCE)
+        assert ids == expected_ids
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"linear": {"num_k_heads": 6, "k_head_dim": 4}},
+        {"rope": {"rotary_dim": 24}},
+        {"moe": {"shared_expert_gate": False}},
+        {"norm_unit_offset": False},
+    ],
+    ids=str,
+)
+def test_wrong_models(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The tolerance has teeth: a part of the config that is ignored moves logits beyond it."""
+    hf_model, prompt = random_hf_model(HYBRID_CONFIGS["qwen3-next"]), prompt_of(20)
+    hf_model.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config.linear_attention is not None
+    assert config.moe is not None
+    fields: dict[str, Any] = {
+        "linear": ("linear_attention", config.linear_attention),
+        "rope": ("rope", config.rope),
+        "moe": ("moe", config.moe),
+    }
+    wrong = config
+    for key, value in changes.items():
+        if key in fields:
+            name, old = fields[key]
+            wrong = replace(wrong, **{name: replace(old, **value)})
+        else:
+            wrong = replace(wrong, **{key: value})
+    model = build_model(wrong)
+    names = dict(model.named_parameters())
+    model.load_weights((n, t) for n, t in iterate_weights(tmp_path, config) if n in names or "experts" in n)
+    difference = greedy(model, prompt, 1)[1] - hf_greedy(hf_model, prompt, 1)[1]
+    assert difference.abs().max() > 30 * TOLERANCE
+
+
+PROMPT_LENS = (70, 51, 33, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("qwen3.5", {"page_size": 1}),
+        ("qwen3-next", {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True}),
+        pytest.param("qwen3.5-moe", {"page_size": 16, "chunked_prefill_size": 40}, marks=pytest.mark.full),
+        # memory is short: requests are retracted and computed again
+        ("qwen3.5", {"page_size": 1, "max_total_tokens": 180, "schedule_conservativeness": 0.01}),
+    ],
+    ids=str,
+)
+def test_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Twice: a second run finds rows that earlier requests have used."""
+    hf_model = random_hf_model(HYBRID_CONFIGS[name])
+    hf_model.save_pretrained(tmp_path)
+    prompts = [prompt_of(n, seed=n) for n in PROMPT_LENS]
+    expected = [hf_greedy(hf_model, prompt, NUM_NEW)[0] for prompt in prompts]
+    fields = {"max_total_tokens": 1024, "check_invariants": True, **flags}
+    llm = LLM(model=str(tmp_path), device="cpu", panel="reference", **fields)
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, progress=False)
+        assert [output.output_ids for output in outputs] == expected
+        assert all(output.num_cached_tokens == 0 for output in outputs)  # states are not kept
+    if "schedule_conservativeness" in flags:
+        assert llm.scheduler.stats().num_retractions > 0
+
+
+def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
+    hf_model = random_hf_model(HYBRID_CONFIGS["qwen3.5"])
+    hf_model.save_pretrained(tmp_path)
+    prompt = prompt_of(33)
+    expected = hf_greedy(hf_model, prompt, NUM_NEW)[0]
+    llm = LLM(
+        model=str(tmp_path), device="cpu", panel="reference", max_total_tokens=512, max_running_requests=1
+    )
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    for steps in (1, 2, 5):
+        collector = llm.submit(prompt_of(40, seed=steps), params)[0]
+        for _ in range(steps):
+            llm.step()
+        llm.abort(collector.rid)
+        assert llm.generate([prompt], params, progress=False)[0].output_ids == expected
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"panel": "optimized"},
+    {"speculative": "ngram"},
+    {"max_loras_per_batch": 2},
+    {"hicache_tokens": 64},
+    {"deterministic": True},
+]
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=str)
+def test_what_does_not_work_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -> None:
+    random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="linear attention"):
+        LLM(model=str(tmp_path), device="cpu", max_total_tokens=64, **{"panel": "reference", **flags})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),
+        ({"layer_types": ["linear_attention", "mamba", "mamba", "full_attention"]}, "layer_types is"),
+        ({"linear_num_value_heads": 5}, r"linear_num_value_heads \(5\) is no multiple"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim is null"),
+    ],
+    ids=str,
+)
+def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_config({**HYBRID_CONFIGS["qwen3.5"], **changes})
+
+
+def test_checkpoints_as_published(tmp_path: Path) -> None:
+    """Names of a multimodal checkpoint, with tensors for images and for drafting."""
+    hf_model, prompt = random_hf_model(HYBRID_CONFIGS["qwen3.5"]), prompt_of(9)
+    expected = greedy(load_saved(hf_model, tmp_path), prompt, 3)
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(path).items()
+    }
+    extra = {"model.visual.blocks.0.norm1.weight": torch.zeros(4), "mtp.fc.weight": torch.zeros(4, 8)}
+    save_file({**tensors, **extra}, path, metadata={"format": "pt"})
+    text_config = {k: v for k, v in HYBRID_CONFIGS["qwen3.5"].items() if k != "architectures"}
+    config = parse_config(
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text_config}, "config.json"
+    )
+    model = build_model(config)
+    model.load_weights(iterate_weights(tmp_path, config))
+    ids, logits = greedy(model, prompt, 3)
+    assert ids == expected[0]
+    assert torch.equal(logits, expected[1])
