@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import commands, components, http, measured, tables, works
+from docs.generators import commands, components, http, measured, mechanisms, tables, works
 
 Notes = dict[str, str]
 
@@ -43,6 +43,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "gpu-cards": works.cards,
     "gpu-runs": works.gpu_runs,
     "measured": measured.measured,
+    "mechanisms": mechanisms.mechanisms,
     "recording": measured.recording,
     "command": commands.command,
     "sampling-options": commands.sampling_options,
