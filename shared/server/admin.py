@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from diptych import __version__
 from diptych.shared.server.api.native_protocol import (
     AbortRequest,
     LoadLoraRequest,
@@ -62,6 +63,7 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
         verifications = load["num_verifications"]
         accept = load["num_accepted_tokens"] / max(verifications, 1) + (verifications > 0)
         return {
+            "version": __version__,
             "model": state.model_name,
             "context_len": state.ready.context_len,
             "max_total_num_tokens": state.ready.max_total_tokens,

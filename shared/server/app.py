@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -19,7 +19,9 @@ from diptych.shared.server.api.native import add_native_routes
 from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
 from diptych.shared.server.api.state import ServerState
+from diptych.shared.server.api.token_routes import add_token_routes
 from diptych.shared.server.engine.engine_client import EngineDead
+from diptych.shared.server.health import add_health_routes
 from diptych.shared.server.http.bodies import BodyRoute
 from diptych.shared.server.http.errors import ApiError, invalid_body
 from diptych.shared.server.http.server_layers import add_layers
@@ -42,8 +44,9 @@ def create_app(state: ServerState) -> FastAPI:
     add_anthropic_routes(app, state)
     add_embedding_routes(app, state)
     add_status_routes(app, state)
-    _add_health_routes(app, state)
+    add_health_routes(app, state)
     add_native_routes(app, state)
+    add_token_routes(app, state)
     add_admin_routes(app, state)
     add_weight_routes(app, state)
     max_image_bytes = state.settings.max_image_bytes if state.ready.vision is not None else 0
@@ -79,27 +82,6 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
         return _model_card(state, name)
 
 
-def _add_health_routes(app: FastAPI, state: ServerState) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        problem = state.health_problem
-        return PlainTextResponse(problem or "ok", 503 if problem else 200)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        problem = state.health_problem
-        if problem is None and state.is_draining:
-            problem = "draining"
-        if problem is None and state.client.load.is_paused:
-            problem = "paused"
-        return PlainTextResponse(problem or "ok", 503 if problem else 200)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        text = state.metrics.render(state.client, state.ready.max_total_tokens)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
 def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     """`parent`: an adapter's model."""
     return {
@@ -108,6 +90,7 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
         "created": state.start_time,
         "owned_by": "diptych",
         "max_model_len": state.ready.context_len,
+        "root": name,
         "parent": state.model_name if name in state.adapters else None,
     }
 

@@ -72,6 +72,7 @@ def test_every_route_and_field_has_a_meaning() -> None:
     assert http.bodies() - shown == {
         "TokenizeRequest",
         "DetokenizeRequest",
+        "ApplyTemplateRequest",
         "CountTokensRequest",
     }  # in one line each
 

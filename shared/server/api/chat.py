@@ -6,20 +6,21 @@ A response that is not streamed is the fold of the same chunks, so the two canno
 from __future__ import annotations
 
 import secrets
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from diptych.shared.dialects.parts.choose import reasoning_state, without_reasoning
 from diptych.shared.server.api.chat_choice import AnswerForm, ChatChoice, ReasoningCounter
+from diptych.shared.server.api.chat_prompt import PROMPT_FIELDS, last_answer, prompt_fields
 from diptych.shared.server.api.constraints import constrained
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import TokenTexts, chat_entries
-from diptych.shared.server.api.protocol import ChatRequest, StreamOptions
-from diptych.shared.server.api.state import ServerState
-from diptych.shared.server.http.errors import ApiError, bad_request
+from diptych.shared.server.api.protocol import ChatRequest
+from diptych.shared.server.api.sampling_fields import StreamOptions
+from diptych.shared.server.api.state import HEAD, ServerState
+from diptych.shared.server.api.token_fields import FIELDS_OF_PARAMS
+from diptych.shared.server.http.errors import ApiError, bad_request, renamed
 from diptych.shared.text.tokenizer import Conversation
 
 Chunk = dict[str, Any]
@@ -39,11 +40,16 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     prompts.check_template_args(template_args)
     if body.reasoning_effort is not None:
         template_args.setdefault("reasoning_effort", body.reasoning_effort)
+    template_args["add_generation_prompt"] = body.add_generation_prompt
     prompt = await prompts.of_messages(body.messages, tools, template_args)
     images = await prompts.of_images(body.messages)
-    prompts.check(prompt.ids, "messages")
     length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = getattr(body, length_field)
+    if images and body.truncate_prompt_tokens is not None:
+        raise bad_request("a prompt with images cannot be cut", "truncate_prompt_tokens")
+    room = prompts.ready.context_len - max(wanted or 1, 1)
+    prompt = prompt._replace(ids=body.truncated(prompt.ids, room))
+    prompts.check(prompt.ids, "messages")
     form = answer_form(body, prompts, prompt)
     body, constraint = constrained(body, form)
     params = body.sampling_params(
@@ -51,7 +57,9 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
         (body.top_logprobs or 0) if body.logprobs else None,
         **{**prompts.reasoning_fields(prompt), **constraint},
     )
-    prompts.check(prompt.ids, "messages", params, length_field)
+    with renamed(FIELDS_OF_PARAMS):
+        prompts.check(prompt.ids, "messages", params, length_field)
+    params = await prompts.with_words(params)
     return state.generation([prompt.ids], params, body, images, form)
 
 
@@ -69,12 +77,7 @@ def answer_form(body: ChatRequest, prompts: Prompts, prompt: Conversation) -> An
 async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerState) -> AsyncIterator[Chunk]:
     """Chunks by the rules of the API: per choice a role chunk, deltas and one finish chunk; then usage, if
     the client asked for it."""
-    head = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": body.model or state.model_name,
-    }
+    head = state.head_of("chatcmpl", "chat.completion.chunk", body.model)
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
     form = generation.form
     assert form is not None, "start_chat has made it"
@@ -92,7 +95,12 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
         if not is_started:  # only now is it certain that the engine took the request
             is_started = True
             for choice in choices:
-                yield chunk(choice.index, {"role": "assistant", "content": ""})
+                first = chunk(choice.index, {"role": "assistant", "content": ""})
+                if choice.index == 0:
+                    first |= prompt_fields(body, generation.prompts[0], texts, deltas[0][1])
+                yield first
+                if body.echo:
+                    yield chunk(choice.index, {"content": last_answer(body)})
         for index, delta in deltas:
             choice = choices[index]
             found = await choice.deltas(delta)
@@ -101,12 +109,14 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
             if choice.num_top is not None and delta.logprobs:
                 entries = {"content": chat_entries(texts, delta.logprobs, choice.num_top)}
                 found = found or [{"content": ""}]
+            more: dict[str, Any] = {}
+            if body.return_token_ids and delta.token_ids:
+                found, more = found or [{"content": ""}], {"token_ids": delta.token_ids}
             for i, each in enumerate(found):
-                yield chunk(index, each, logprobs=entries if i == 0 else None)
+                yield chunk(index, each, logprobs=entries if i == 0 else None, **(more if i == 0 else {}))
             if delta.finish is not None:
                 matched = delta.finish.matched or delta.finish.token_id
-                more = {"matched_stop": matched} if delta.finish.kind == "stop" else {}
-                yield chunk(index, {}, choice.finish_reason(delta.finish), **more)
+                yield chunk(index, {}, choice.finish_reason(delta.finish), matched_stop=matched)
     if body.stream_options is not None and body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": usage_body(generation.usage)}
 
@@ -122,6 +132,8 @@ def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
                 index, {"index": index, "message": None, "logprobs": None, "finish_reason": None}
             )
             messages.setdefault(index, FoldedMessage()).add(entry["delta"])
+            if "token_ids" in entry:
+                choice["token_ids"] = choice.get("token_ids", []) + entry["token_ids"]
             if entry["logprobs"] is not None:
                 choice["logprobs"] = choice["logprobs"] or {"content": []}
                 choice["logprobs"]["content"] += entry["logprobs"]["content"]
@@ -131,10 +143,10 @@ def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
                     choice["matched_stop"] = entry["matched_stop"]
     for index, choice in choices.items():
         choice["message"] = messages[index].body()
-    head = {name: chunks[0][name] for name in ("id", "created", "model")}
     return {
-        **head,
+        **{name: chunks[0][name] for name in HEAD},
         "object": "chat.completion",
+        **{name: chunks[0][name] for name in PROMPT_FIELDS if name in chunks[0]},
         "choices": [choices[i] for i in sorted(choices)],
         "usage": usage_body(usage),
     }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from diptych.shared.server.api.chat import usage_body, usage_of_chunk
 from diptych.shared.server.api.generation import Generation, Usage
-from diptych.shared.server.api.logprob_fields import CompletionLogprobs, TokenTexts
+from diptych.shared.server.api.logprob_fields import CompletionLogprobs, TokenTexts, prompt_entries
 from diptych.shared.server.api.protocol import CompletionRequest
-from diptych.shared.server.api.state import ServerState
+from diptych.shared.server.api.state import HEAD, ServerState
+from diptych.shared.server.api.token_fields import FIELDS_OF_PARAMS
 from diptych.shared.server.engine.engine_client import Delta
-from diptych.shared.server.http.errors import bad_request
+from diptych.shared.server.http.errors import bad_request, renamed
 
 DEFAULT_MAX_TOKENS = 16
 Chunk = dict[str, Any]
@@ -23,14 +22,18 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
     """Validate everything and make the generation; nothing runs yet."""
     if body.suffix is not None:
         raise bad_request("suffix is not supported", "suffix")
-    prompts = await state.prompts.of_each(body.prompt, "prompt", body.add_special_tokens)
     max_new_tokens = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
+    room = state.prompts.ready.context_len - max(max_new_tokens, 1)
+    given = await state.prompts.of_each(body.prompt, "prompt", body.add_special_tokens)
+    prompts = [body.truncated(prompt, room) for prompt in given]
     echoes_logprobs = body.echo and body.logprobs is not None
     params = body.sampling_params(
         max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
     )
-    for prompt in prompts:
-        state.prompts.check(prompt, "prompt", params)
+    with renamed(FIELDS_OF_PARAMS):
+        for prompt in prompts:
+            state.prompts.check(prompt, "prompt", params)
+    params = await state.prompts.with_words(params)
     return state.generation(prompts, params, body)
 
 
@@ -41,6 +44,7 @@ class CompletionChoice:
         self, body: CompletionRequest, echo: str, texts: TokenTexts, special_ids: frozenset[int]
     ) -> None:
         self.echo = echo
+        self.echoes_logprobs = body.echo
         self.logprobs: CompletionLogprobs | None = None
         if body.logprobs is not None:
             skipped = special_ids if body.skip_special_tokens else frozenset[int]()
@@ -49,7 +53,7 @@ class CompletionChoice:
     def piece(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a delta; the first one begins with the echoed prompt."""
         text, self.echo = self.echo + delta.text, ""
-        found = delta.input_logprobs + delta.logprobs
+        found = [*(delta.input_logprobs if self.echoes_logprobs else ()), *delta.logprobs]
         return text, self.logprobs.piece(found) if self.logprobs is not None and found else None
 
 
@@ -57,12 +61,7 @@ async def completion_chunks(
     body: CompletionRequest, generation: Generation, state: ServerState
 ) -> AsyncIterator[Chunk]:
     """Text chunks; the last one of a choice carries its finish_reason. Then usage, if asked for."""
-    head = {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model or state.model_name,
-    }
+    head = state.head_of("cmpl", "text_completion", body.model)
     with_ids = body.return_token_ids
     if with_ids is None:
         with_ids = state.prompts.tokenizer is None
@@ -73,11 +72,15 @@ async def completion_chunks(
         CompletionChoice(body, _echo(body, state, generation, sample.index), texts, special_ids)
         for sample in generation.samples
     ]
+    has_begun = [False] * len(choices)
     async for deltas in generation.run():
         for index, delta in deltas:
             text, logprobs = choices[index].piece(delta)
             finish = delta.finish
-            if not text and logprobs is None and finish is None and not (with_ids and delta.token_ids):
+            is_first = not has_begun[index]
+            has_prompt_logprobs = is_first and body.prompt_logprobs is not None
+            has_ids = with_ids and delta.token_ids
+            if not (text or logprobs or finish or has_ids or has_prompt_logprobs):
                 continue
             entry: dict[str, Any] = {
                 "index": index,
@@ -87,7 +90,12 @@ async def completion_chunks(
             }
             if with_ids:
                 entry["token_ids"] = delta.token_ids
-            if finish is not None and finish.kind == "stop":
+                if is_first:
+                    entry["prompt_token_ids"] = generation.prompt_of(index)
+            if is_first and body.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = prompt_entries(texts, delta.input_logprobs, body.prompt_logprobs)
+            has_begun[index] = True
+            if finish is not None:
                 entry["matched_stop"] = finish.matched or finish.token_id
             yield {**head, "choices": [entry], **usage_of_chunk(body.stream_options, generation)}
     if body.stream_options is not None and body.stream_options.include_usage:
@@ -97,7 +105,7 @@ async def completion_chunks(
 def _echo(body: CompletionRequest, state: ServerState, generation: Generation, index: int) -> str:
     if not body.echo or state.prompts.tokenizer is None:
         return ""
-    prompt = generation.prompts[index // generation.params.n]
+    prompt = generation.prompt_of(index)
     return state.prompts.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
 
 
@@ -122,5 +130,5 @@ def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
             for name in ("finish_reason", "matched_stop"):
                 if entry.get(name) is not None:
                     choice[name] = entry[name]
-    head = {name: chunks[0][name] for name in ("id", "object", "created", "model")}
+    head = {name: chunks[0][name] for name in HEAD}
     return {**head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_body(usage)}

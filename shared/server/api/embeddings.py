@@ -12,8 +12,8 @@ from pydantic import Field
 from diptych.shared.engine.requests.embedding import NO_TOKENS, finish_embedding
 from diptych.shared.server.api.answers import check_model
 from diptych.shared.server.api.body import Body
+from diptych.shared.server.api.field_types import Key, Priority
 from diptych.shared.server.api.generation import Generation
-from diptych.shared.server.api.protocol import Key, Priority
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import until_disconnect

@@ -19,9 +19,11 @@ from diptych.shared.engine.requests.images import (
 )
 from diptych.shared.interfaces.detokenizer import Detokenizer, TokenText
 from diptych.shared.interfaces.dialect import Dialect
-from diptych.shared.server.api.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
+from diptych.shared.server.api.field_types import MAX_PROMPTS
+from diptych.shared.server.api.protocol import ImagePart, Message, TextPart
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.errors import ContextOverflow, bad_request, first_word
+from diptych.shared.text.bad_words import with_bad_word_ids
 from diptych.shared.text.control_text import control_chars
 from diptych.shared.text.token_bytes import TokenBytes
 from diptych.shared.text.tokenizer import Conversation, PromptTooLong, Tokenizer
@@ -123,6 +125,13 @@ class Prompts:
         if ids and not 0 <= min(ids) <= max(ids) < self.ready.vocab_size:
             raise bad_request(f"tokens must be in [0, {self.ready.vocab_size})", "tokens")
         return await self._run("tokens", decode_in_pieces, tokenizer, ids, skip_special_tokens)
+
+    async def with_words(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the token ids of its bad words."""
+        if not params.bad_words:
+            return params
+        resolved: SamplingParams = await self._run("bad_words", with_bad_word_ids, params, self.tokenizer)
+        return resolved
 
     async def of_images(self, messages: Sequence[Message]) -> list[bytes]:
         """The pixels of the images in a conversation, as the engine takes them."""

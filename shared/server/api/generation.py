@@ -19,7 +19,7 @@ from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.text.control_text import ControlText
 from diptych.shared.text.tokenizer import Tokenizer
-from diptych.shared.types import SamplingParams
+from diptych.shared.types import FinishAbort, SamplingParams
 
 MAX_BACKLOG_TOKENS = 16384
 """Tokens of one sample that wait for a client that does not read; beyond, the request is dropped."""
@@ -63,50 +63,65 @@ class Generation:
         tokenizer: Tokenizer | None,
         metrics: Metrics,
         prompts: Sequence[list[int]],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         *,
-        seed: int,
+        seed: int | Sequence[int],
         extra_key: str | None = None,
         priority: int = 0,
         routing_key: str | None = None,
-        lora: str | None = None,
+        lora: str | Sequence[str | None] | None = None,
         is_pooling: bool = False,
-        input_embeds: bytes = b"",
+        input_embeds: Sequence[bytes] = (),
         images: Sequence[bytes] = (),
-        name: str | None = None,
+        name: str | Sequence[str] | None = None,
         form: AnswerForm | None = None,
+        keeps_aborted: bool = False,
     ) -> None:
-        """name: an id of the client's, by which the requests can be aborted. form: how answers are read."""
+        """params, seed, lora, name: of all prompts, or of each; all params have the same n. name: an id of
+        the client's for aborts, which no other live request of the client has. form: how answers are read.
+        keeps_aborted: an abort is the end of an answer, not an error."""
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.prompts = list(prompts)
-        self.params = params
+        self.each_params = _for_each(params, self.prompts)
+        self.params = self.each_params[0]
+        self._names: list[str | None] = _for_each(name, self.prompts)
+        self._keeps_aborted = keeps_aborted
+        self._seeds = _for_each(seed, self.prompts)
+        self._loras = _for_each(lora, self.prompts)
+        self._input_embeds = list(input_embeds) or [b""] * len(self.prompts)
         self.request_fields: dict[str, Any] = {
             "extra_key": extra_key,
             "priority": priority,
             "routing_key": routing_key,
-            "lora": lora,
             "is_pooling": is_pooling,
-            "input_embeds": input_embeds,
             "images": list(images),
         }
-        self.seed = seed
         self.form = form
         self.text: TokenText | None = tokenizer  # of the answers
         if tokenizer is not None and form is not None and form.controls:
             self.text = ControlText(tokenizer, form.controls)
-        self.name = name
         self._caller: Caller | None = None
-        base = uuid.uuid4().hex
+        base, n = uuid.uuid4().hex, self.params.n
         self.samples = [
-            Sample(i * params.n + k, f"{base}-{i}-{k}", len(prompt), is_first_of_prompt=k == 0)
+            Sample(i * n + k, f"{base}-{i}-{k}", len(prompt), is_first_of_prompt=k == 0)
             for i, prompt in enumerate(self.prompts)
-            for k in range(params.n)
+            for k in range(n)
         ]
         self.start_time = time.monotonic()
         self.num_reasoning_tokens = 0  # counted where the text is split
         self._arrived = asyncio.Event()
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of a choice."""
+        return self.prompts[index // self.params.n]
+
+    def params_of(self, index: int) -> SamplingParams:
+        return self.each_params[index // self.params.n]
+
+    def name_of(self, index: int) -> str | None:
+        return self._names[index // self.params.n]
 
     def belong_to(self, caller: Caller) -> None:
         """Say whose the generation is, before it runs. Clients with different keys share no cached prefix:
@@ -140,7 +155,8 @@ class Generation:
                 deltas = self._take()
                 num_open -= sum(delta.finish is not None for _, delta in deltas)
                 for _, delta in deltas:
-                    _raise_failure(delta.finish)
+                    if not (self._keeps_aborted and _is_abort(delta.finish)):
+                        _raise_failure(delta.finish)
                 yield deltas
         finally:
             self.client.abort(sample.rid for sample in self.samples if sample.finish is None)
@@ -158,21 +174,26 @@ class Generation:
         for sample in self.samples:
             if sample.index:
                 await asyncio.sleep(0)  # a long prompt with many samples must not keep others waiting
-            prompt, k = self.prompts[sample.index // self.params.n], sample.index % self.params.n
+            i, k = divmod(sample.index, self.params.n)
+            prompt, params, name = self.prompts[i], self.each_params[i], self._names[i]
+            if name is not None and k == 0 and self.client.rids_of(name, self._caller.owner):
+                raise bad_request(f"the id {name!r} is that of a request that has not ended", "rid")
             message = Generate(
                 rid=sample.rid,
                 input_ids=prompt,
-                params=self.params,
-                seed=derive_seed(self.seed, k),
+                params=params,
+                seed=derive_seed(self._seeds[i], k),
+                lora=self._loras[i],
+                input_embeds=self._input_embeds[i],
                 **self.request_fields,
             )
             detokenizer = None
             if self.text is not None:
-                text_ids = [] if self.request_fields["input_embeds"] else prompt
-                detokenizer = self.client.detokenizer(self.text, self.params, text_ids)
+                text_ids = [] if self._input_embeds[i] else prompt
+                detokenizer = self.client.detokenizer(self.text, params, text_ids)
             try:
                 self.client.generate(
-                    message, Live(detokenizer, self._deliver_to(sample), self.name, self._caller.owner)
+                    message, Live(detokenizer, self._deliver_to(sample), name, self._caller.owner)
                 )
             except EngineDead as error:
                 raise ApiError(503, f"the engine is not running: {error}") from None
@@ -210,6 +231,16 @@ class Generation:
                 sample.num_accepted_tokens = sample.pending.num_accepted_tokens
                 sample.pending = None
         return taken
+
+
+def _for_each(value: Any, prompts: Sequence[Any]) -> list[Any]:
+    """The value of each prompt, of a list of them or of one value for all."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * len(prompts)
+
+
+def _is_abort(finish: Finish | None) -> bool:
+    """An abort that somebody asked for, and no refusal."""
+    return finish is not None and finish.kind == "abort" and finish.status == FinishAbort("").status
 
 
 def _raise_failure(finish: Finish | None) -> None:

@@ -47,10 +47,35 @@ def chat_entries(texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int) 
     return [
         {
             **entry(found.token_id, found.logprob),
-            "top_logprobs": [entry(token_id, logprob) for token_id, logprob in found.top[:num_top]],
+            "top_logprobs": [entry(token_id, logprob) for token_id, logprob in alternatives(found, num_top)],
         }
         for found in logprobs
     ]
+
+
+def alternatives(found: TokenLogprob, num_top: int) -> tuple[tuple[int, float], ...]:
+    """The tokens that the request names, if it names any, else the likeliest."""
+    return found.asked or found.top[:num_top]
+
+
+def prompt_entries(
+    texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: each prompt token and the likeliest in its place, by id. Ranks count from 1,
+    and are null where they are not known. Nothing precedes the first token."""
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text_of(token_id)}
+
+    found: list[dict[str, Any] | None] = []
+    for each in logprobs:
+        if each.logprob is None:
+            found.append(None)
+            continue
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, 1)}
+        shown = [(each.token_id, each.logprob), *each.top[:num_top]]
+        found.append({str(i): entry(i, logprob, ranks.get(i)) for i, logprob in shown})
+    return found
 
 
 class CompletionLogprobs:
@@ -78,7 +103,8 @@ class CompletionLogprobs:
             if found.logprob is None:
                 tops.append(None)
                 continue
-            top = {self._texts.text_of(i): finite(value) for i, value in found.top[: self._num_top]}
+            pairs = alternatives(found, self._num_top)
+            top = {self._texts.text_of(i): finite(value) for i, value in pairs}
             top.setdefault(self._texts.text_of(found.token_id), finite(found.logprob))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

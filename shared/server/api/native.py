@@ -1,187 +1,121 @@
-"""Endpoints beside OpenAI's: native generation, tokens, and facts of the model."""
+"""/generate: native generation in the manner of SGLang, with token ids in and out."""
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from diptych.shared.engine.requests.input_embeds import PLACEHOLDER
 from diptych.shared.server.api.answers import respond
 from diptych.shared.server.api.generation import Generation, Usage
-from diptych.shared.server.api.logprob_fields import finite
-from diptych.shared.server.api.native_protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
+from diptych.shared.server.api.logprob_fields import TokenTexts, finite
+from diptych.shared.server.api.native_prompts import start_native
+from diptych.shared.server.api.native_protocol import NativeRequest
 from diptych.shared.server.api.state import ServerState
-from diptych.shared.server.http.errors import ApiError, bad_request, first_word, renamed
-from diptych.shared.types import SamplingParams, TokenLogprob
+from diptych.shared.server.engine.engine_client import Delta
+from diptych.shared.server.engine.messages import Finish
+from diptych.shared.types import TokenLogprob
 
 
 def add_native_routes(app: FastAPI, state: ServerState) -> None:
-    """/generate, /tokenize, /detokenize and what clients ask about the model."""
-
     @app.post("/generate")
     async def generate(body: NativeRequest, request: Request) -> Response:
-        generation = await _start(body, state)
-        answers = _answers(body, generation)
-        return await respond(request, body.stream, answers, generation, _fold)
+        generation = await start_native(body, state)
+        is_list = len(generation.samples) > 1 or _is_batch(body)
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
-        if body.prompt is not None:
-            ids = await state.prompts.of_text(body.prompt, "prompt", body.add_special_tokens)
-        else:
-            args = {"add_generation_prompt": body.add_generation_prompt}
-            ids = (await state.prompts.of_messages(body.messages or [], None, args)).ids
-        return {"tokens": ids, "count": len(ids), "max_model_len": state.ready.context_len}
+        def fold(answers: list[dict[str, Any]], usage: Usage) -> Any:
+            outputs = sorted(answers, key=lambda answer: answer["index"])
+            return outputs if is_list else outputs[0]
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        text = await state.prompts.to_text(body.tokens, body.skip_special_tokens)
-        return {"prompt": text, "text": text}
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        tokenizer = state.prompts.tokenizer
-        if tokenizer is None:
-            raise ApiError(404, "this model has no tokenizer")
-        eos = getattr(tokenizer.hf_tokenizer, "eos_token", None)
-        return {
-            "eos_token": eos,
-            "vocab_size": tokenizer.vocab_size,
-            "chat_template": tokenizer.hf_tokenizer.chat_template,
-        }
-
-    @app.get("/model_info")
-    @app.get("/get_model_info")
-    async def model_info() -> dict[str, Any]:
-        return {
-            "model_path": state.model_name,
-            "is_generation": True,
-            "context_length": state.ready.context_len,
-            "vocab_size": state.ready.vocab_size,
-            "weight_version": state.client.load.weight_version,
-        }
+        return await respond(request, body.stream, _answers(body, generation, state), generation, fold)
 
 
-async def _start(body: NativeRequest, state: ServerState) -> Generation:
-    if body.lora_path is not None and body.lora_path not in state.adapters:
-        raise ApiError(404, f"no LoRA adapter {body.lora_path!r} is loaded", param="lora_path")
-    if [body.text, body.input_ids, body.input_embeds].count(None) != 2:
-        raise bad_request("give one of text, input_ids and input_embeds", "text")
-    input_embeds = b""
+def _is_batch(body: NativeRequest) -> bool:
+    """Whether the prompts came as a list, whose answers are a list too, be it of one."""
+    prompts: Any = body.text if body.input_ids is None else body.input_ids
     if body.input_embeds is not None:
-        field, input_embeds = "input_embeds", _as_bytes(body.input_embeds)
-        prompt = [PLACEHOLDER] * len(body.input_embeds)
-    elif body.input_ids is not None:
-        field, prompt = "input_ids", body.input_ids
-    else:
-        field, prompt = "text", await state.prompts.of_text(body.text or "", "text")
-    fields = body.sampling_params.fields()
-    state.prompts.check(prompt, field)
-    room = state.prompts.ready.context_len - len(prompt)
-    fields["max_new_tokens"] = min(fields["max_new_tokens"], room)
-    try:
-        params = SamplingParams(
-            **fields,
-            return_logprob=body.return_logprob,
-            top_logprobs_num=body.top_logprobs_num,
-            logprob_start_len=body.logprob_start_len,
-        )
-    except ValueError as error:
-        name = first_word(error)
-        field = name if name in NativeRequest.model_fields else f"sampling_params.{name}"
-        raise bad_request(str(error), field) from None
-    with renamed({name: f"sampling_params.{name}" for name in fields}):
-        state.prompts.check(prompt, field, params)
-    state.check_admission(1, params.n)
-    seed = body.sampling_params.seed
-    seed = body.sampling_params.sampling_seed if seed is None else seed
-    return Generation(
-        state.client,
-        state.prompts.tokenizer,
-        state.metrics,
-        [prompt],
-        params,
-        seed=secrets.randbits(63) if seed is None else seed,
-        priority=body.priority,
-        lora=body.lora_path,
-        input_embeds=input_embeds,
-        name=body.rid,
-    )
+        prompts = body.input_embeds[0]
+    return isinstance(prompts, list) and (not prompts or not isinstance(prompts[0], (int, float)))
 
 
-def _as_bytes(rows: list[list[float]]) -> bytes:
-    """float32, row after row."""
-    widths = {len(row) for row in rows}
-    if len(widths) != 1 or 0 in widths:
-        raise bad_request(f"rows of input_embeds must be of one length, got {sorted(widths)}", "input_embeds")
-    with np.errstate(over="ignore"):  # the engine refuses what is not finite
-        return np.array(rows, np.float32).tobytes()
+class _Logprobs:
+    """Log-probabilities of one kind, as they come: [logprob, token id, text] for each token."""
+
+    def __init__(self, name: str, texts: TokenTexts | None) -> None:
+        self.name = name  # output or input
+        self.texts = texts
+        self.tokens: list[Any] = []
+        self.tops: list[Any] = []
+        self.asked: list[Any] = []
+
+    def add(self, found: Sequence[TokenLogprob]) -> None:
+        for each in found:
+            self.tokens.append(self._entry(each.token_id, each.logprob))
+            for alternatives, entries in ((each.top, self.tops), (each.asked, self.asked)):
+                is_first = each.logprob is None  # nothing precedes the first prompt token
+                entries.append(None if is_first else [self._entry(*pair) for pair in alternatives])
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
+        text = self.texts.text_of(token_id) if self.texts is not None else None
+        return [None if logprob is None else finite(logprob), token_id, text]
+
+    def fields(self, has_top: bool, has_asked: bool) -> dict[str, Any]:
+        found = {f"{self.name}_token_logprobs": self.tokens}
+        if has_top:
+            found[f"{self.name}_top_logprobs"] = self.tops
+        if has_asked:
+            found[f"{self.name}_token_ids_logprobs"] = self.asked
+        return found
 
 
-async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:
+async def _answers(
+    body: NativeRequest, generation: Generation, state: ServerState
+) -> AsyncIterator[dict[str, Any]]:
     """Answers with cumulative text: of a stream one for each delta, else the last one of each sample."""
+    token_texts: TokenTexts | None = None
+    if body.return_text_in_logprobs:
+        token_texts = TokenTexts(state.prompts.token_bytes, as_ids=False)
     texts = [""] * len(generation.samples)
     ids: list[list[int]] = [[] for _ in generation.samples]
-    logprobs: list[list[Any]] = [[] for _ in generation.samples]
-    prompt_logprobs: list[list[Any]] = [[] for _ in generation.samples]
-    num_top = body.top_logprobs_num
-    tops: list[list[Any]] = [[] for _ in generation.samples]
-    prompt_tops: list[list[Any]] = [[] for _ in generation.samples]
+    logprobs = [[_Logprobs(kind, token_texts) for kind in ("output", "input")] for _ in generation.samples]
     async for deltas in generation.run():
         for index, delta in deltas:
-            sample = generation.samples[index]
+            sample, params = generation.samples[index], generation.params_of(index)
             texts[index] += delta.text
             ids[index] += delta.token_ids
-            logprobs[index] += [_entry(p.token_id, p.logprob) for p in delta.logprobs]
-            prompt_logprobs[index] += [_entry(p.token_id, p.logprob) for p in delta.input_logprobs]
-            tops[index] += [_alternatives(p, num_top) for p in delta.logprobs]
-            prompt_tops[index] += [_alternatives(p, num_top) for p in delta.input_logprobs]
-            finish = delta.finish
-            if finish is None and not body.stream:
+            for found, kind in zip((delta.logprobs, delta.input_logprobs), logprobs[index]):
+                kind.add(found)
+            if delta.finish is None and not body.stream:
                 continue
-            reason: dict[str, Any] | None = {"type": finish.kind} if finish is not None else None
-            if finish is not None and finish.kind == "stop":
-                reason = {"type": "stop", "matched": finish.matched or finish.token_id}
-            if finish is not None and finish.kind == "length":
-                reason = {"type": "length", "length": finish.length}
             meta: dict[str, Any] = {
-                "id": body.rid or sample.rid,
-                "finish_reason": reason,
+                "id": generation.name_of(index) or sample.rid,
+                "finish_reason": _reason(delta),
                 "prompt_tokens": sample.num_prompt_tokens,
                 "completion_tokens": len(ids[index]),
                 "cached_tokens": sample.num_cached_tokens,
                 "e2e_latency": time.monotonic() - generation.start_time,
                 "weight_version": delta.weight_version,
             }
-            if body.return_logprob:
-                meta["output_token_logprobs"] = logprobs[index]
-                meta["input_token_logprobs"] = prompt_logprobs[index]
-            if num_top:
-                meta["output_top_logprobs"] = tops[index]
-                meta["input_top_logprobs"] = prompt_tops[index]
-            yield {"index": index, "text": texts[index], "output_ids": ids[index], "meta_info": meta}
+            for kind in logprobs[index] if params.return_logprob else ():
+                meta |= kind.fields(bool(params.top_logprobs_num), bool(params.token_ids_logprob))
+            answer = {"index": index, "text": texts[index], "output_ids": ids[index], "meta_info": meta}
+            if body.return_prompt_token_ids:
+                answer["prompt_token_ids"] = generation.prompt_of(index)
+            yield answer
 
 
-def _entry(token_id: int, logprob: float | None) -> list[Any]:
-    return [None if logprob is None else finite(logprob), token_id, None]
-
-
-def _alternatives(found: TokenLogprob, num_top: int) -> list[list[Any]] | None:
-    """The likeliest tokens in this place, best first; None for the first prompt token."""
-    if found.logprob is None:
+def _reason(delta: Delta) -> dict[str, Any] | None:
+    finish: Finish | None = delta.finish
+    if finish is None:
         return None
-    return [_entry(token_id, logprob) for token_id, logprob in found.top[:num_top]]
-
-
-def _fold(answers: list[dict[str, Any]], usage: Usage) -> Any:
-    """The answers in order; a single one without a list."""
-    outputs = sorted(answers, key=lambda answer: answer["index"])
-    return outputs[0] if len(outputs) == 1 else outputs
+    more: dict[str, Any] = {}
+    if finish.kind == "stop":
+        more = {"matched": finish.matched or finish.token_id}
+    elif finish.kind == "length":
+        more = {"length": finish.length}
+    elif finish.kind == "abort":
+        more = {"message": finish.message}
+    return {"type": finish.kind, **more}

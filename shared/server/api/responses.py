@@ -20,13 +20,12 @@ from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.field_table import without_ignored
+from diptych.shared.server.api.field_types import MAX_TOP_LOGPROBS, Key
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
-    MAX_TOP_LOGPROBS,
     ChatRequest,
     Function,
     FunctionCall,
-    Key,
     Message,
     Tool,
     ToolCall,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from diptych import __version__
 from diptych.shared.server.api.chat_choice import AnswerForm
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation
-from diptych.shared.server.api.protocol import SamplingFields
+from diptych.shared.server.api.sampling_fields import SamplingFields
 from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.access import Keys
@@ -19,6 +24,9 @@ from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.types import SamplingParams
+
+HEAD = ("id", "object", "created", "model", "system_fingerprint")
+"""Fields of `ServerState.head_of`."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,30 @@ class ServerState:
             prompts,
             params,
             seed=body.seed if body.seed is not None else secrets.randbits(63),
-            extra_key=body.cache_salt,
+            extra_key=body.namespace(body.cache_salt),
             priority=body.priority,
             routing_key=body.routing_key,
             lora=self.adapter_of(body.model),
             images=images,
+            name=body.rid,
             form=form,
         )
+
+    def head_of(self, prefix: str, kind: str, model: str | None) -> dict[str, Any]:
+        """What all chunks of an answer have in common."""
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model or self.model_name,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for servers of one version, model and choice of components."""
+        parts = (__version__, self.model_name, sorted(self.ready.description.items()))
+        return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
     def adapter_of(self, model: str | None) -> str | None:
         """The LoRA adapter that a request means by its `model`; None: the model alone."""
