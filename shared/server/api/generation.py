@@ -239,7 +239,7 @@ def _for_each(value: Any, prompts: Sequence[Any]) -> list[Any]:
 
 
 def _is_abort(finish: Finish | None) -> bool:
-    """An abort that somebody asked for, and no refusal."""
+    """Whether the client or the server asked for the end: a refusal has another status."""
     return finish is not None and finish.kind == "abort" and finish.status == FinishAbort("").status
 
 
