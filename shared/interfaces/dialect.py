@@ -68,6 +68,10 @@ class Stream(ABC):
         """Read white space, and return it."""
 
     @abstractmethod
+    def word(self) -> Steps[str]:
+        """Read letters, digits and `_ . + -`, and return them."""
+
+    @abstractmethod
     def peek(self) -> Steps[str]:
         """The next character, which is not read; "" at the end."""
 

@@ -16,6 +16,7 @@ MAX_HEAD_CHARS = 4096
 """Of a call before its name is known."""
 
 _SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"[\w.+-]*")
 _PLAIN = re.compile(rf'[^"{{}}\[\]{CONTROLS}]*')
 _SCALAR = re.compile(rf'[^\s,"{{}}\[\]{CONTROLS}]*')
 _STRING = re.compile(rf'[^"\\{CONTROLS}]*(?:\\[^{CONTROLS}][^"\\{CONTROLS}]*)*')
@@ -95,11 +96,10 @@ class Stream(interface.Stream):
         return True
 
     def space(self) -> Steps[str]:
-        parts: list[str] = []
-        while True:
-            self._take(_end(_SPACE, self._text, self._at), parts.append)
-            if self._at < len(self._text) or not (yield from self._more()):
-                return "".join(parts)
+        return self._run_of(_SPACE)
+
+    def word(self) -> Steps[str]:
+        return self._run_of(_WORD)
 
     def peek(self) -> Steps[str]:
         while self._at == len(self._text) and (yield from self._more()):
@@ -218,6 +218,14 @@ class Stream(interface.Stream):
         self._space = []
 
     # ---- within ----
+
+    def _run_of(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read what matches, and return it."""
+        parts: list[str] = []
+        while True:
+            self._take(_end(pattern, self._text, self._at), parts.append)
+            if self._at < len(self._text) or not (yield from self._more()):
+                return "".join(parts)
 
     def _more(self) -> Steps[bool]:
         """Wait for text. False: none will come."""

@@ -66,6 +66,8 @@ class BlockDialect(Dialect):
             except NotACall:
                 if not stream.has_call:
                     raise
+                if not start or not self.end:  # nothing says where it ends
+                    yield from stream.until()
             if not start or not self.end:
                 return
             start = yield from stream.until(self.end, *self.starts)

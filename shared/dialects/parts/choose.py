@@ -13,7 +13,14 @@ from diptych.shared.text.inert import Inert
 from diptych.shared.text.tokenizer import Tokenizer
 
 FOLDER = "diptych.shared.dialects"
-DIALECTS = {"gpt_oss": "GptOss", "qwen3_coder": "Qwen3Coder", "hermes": "Hermes", "plain": "Plain"}
+DIALECTS = {
+    "gpt_oss": "GptOss",
+    "qwen3_coder": "Qwen3Coder",
+    "hermes": "Hermes",
+    "llama3": "Llama3",
+    "pythonic": "Pythonic",
+    "plain": "Plain",
+}
 """Module of this folder -> class, in the order in which templates are tried."""
 
 AUTO, NONE = "auto", "none"

@@ -10,6 +10,7 @@ from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 """The schema of arguments that have none."""
 ARGUMENT_KEYS = ("arguments", "parameters")
+KNOWN_KEYS = (*ARGUMENT_KEYS, "name", "id", "type", "function")
 
 
 def dumps(value: Any) -> str:
@@ -39,15 +40,18 @@ def read_json_calls(stream: Stream) -> Steps[None]:
         yield from stream.space()
 
 
-def read_json_call(stream: Stream) -> Steps[None]:
+def read_json_call(stream: Stream, is_bare: bool = False) -> Steps[None]:
     """An object with `name` and arguments, in any order; other keys are left out. The arguments stream if the
-    name comes before them. Raises `NotACall`."""
+    name comes before them. is_bare: no marker has announced it, so it has arguments and names a tool. Raises
+    `NotACall`."""
     yield from stream.space()
     if not (yield from stream.accept("{")):
         raise NotACall
     name, call_id, held, is_begun = "", "", "", False
     while not (yield from _closed(stream)):
         key = yield from _value(stream)
+        if is_bare and not is_begun and key not in KNOWN_KEYS:
+            raise NotACall
         yield from stream.space()
         if not (yield from stream.accept(":")):
             raise NotACall
@@ -62,11 +66,13 @@ def read_json_call(stream: Stream) -> Steps[None]:
             value = yield from _value(stream)
             if key == "name" and isinstance(value, str):
                 name = value
+                if is_bare and name not in stream.tools:
+                    raise NotACall
             elif key == "id" and isinstance(value, str):
                 call_id = value
         yield from stream.space()
         yield from stream.accept(",")
-    if not name:
+    if not name or (is_bare and not held and not is_begun):
         raise NotACall
     if not is_begun:
         stream.call(name, call_id)

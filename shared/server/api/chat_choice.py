@@ -13,8 +13,8 @@ from diptych.shared.server.engine.engine_client import Delta
 from diptych.shared.server.engine.messages import Finish
 from diptych.shared.text.tokenizer import Tokenizer
 
-MAX_CHARS = 4096
-"""Read at one time: less than a millisecond of the event loop's time."""
+MAX_CHARS = 1024
+"""Read at one time: at most a few milliseconds of the event loop's time."""
 
 
 class AnswerForm(NamedTuple):

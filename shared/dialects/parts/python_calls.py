@@ -1,0 +1,181 @@
+"""Calls in Python, `f(x=1, s='a')`: keyword arguments with literals, which become JSON as they come."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from diptych.shared.dialects.parts.json_calls import dumps
+from diptych.shared.dialects.parts.typed_values import ObjectWriter
+from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
+
+MAX_DEPTH = 32
+"""Of lists and dictionaries in one another."""
+
+KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
+ANNOTATIONS = {"title", "description", "$schema"}
+
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
+_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+_CLOSING = {"[": "]", "(": ")"}
+
+
+def read_python_call(stream: Stream, is_bare: bool) -> Steps[None]:
+    """A call. is_bare: no marker has announced it, so its name must be a tool's. Raises `NotACall`."""
+    yield from stream.space()
+    name = yield from stream.word()
+    if not name or (is_bare and name not in stream.tools) or not (yield from stream.accept("(")):
+        raise NotACall
+    stream.call(name)
+    writer = ObjectWriter(stream)
+    while True:
+        yield from stream.space()
+        if (yield from stream.accept(")")):
+            writer.end()
+            return
+        key = yield from stream.word()
+        yield from stream.space()
+        if not key or not (yield from stream.accept("=")):
+            raise NotACall
+        writer.key(key)
+        yield from _value(stream, 0)
+        yield from stream.space()
+        yield from stream.accept(",")
+
+
+def _value(stream: Stream, depth: int) -> Steps[None]:
+    """A literal."""
+    yield from stream.space()
+    first = yield from stream.peek()
+    if depth > MAX_DEPTH or not first:
+        raise NotACall
+    if first in "'\"":
+        yield from _string(stream, first)
+    elif first in "[({":
+        yield from _container(stream, first, depth)
+    else:
+        word = yield from stream.word()
+        if not (yield from stream.peek()):  # it may be cut
+            raise NotACall
+        stream.arguments(_WORDS.get(word) or _number(word))
+
+
+def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
+    is_dict, closing = opening == "{", _CLOSING.get(opening, "}")
+    yield from stream.accept(opening)
+    stream.arguments("{" if is_dict else "[")
+    before = ""
+    while True:
+        yield from stream.space()
+        if (yield from stream.accept(closing)):
+            stream.arguments("}" if is_dict else "]")
+            return
+        stream.arguments(before)
+        before = ", "
+        if is_dict:
+            quote = yield from stream.peek()
+            if not quote or quote not in "'\"":
+                raise NotACall
+            yield from _string(stream, quote)
+            yield from stream.space()
+            if not (yield from stream.accept(":")):
+                raise NotACall
+            stream.arguments(": ")
+        yield from _value(stream, depth + 1)
+        yield from stream.space()
+        yield from stream.accept(",")
+
+
+def _string(stream: Stream, quote: str) -> Steps[None]:
+    """A string, which streams."""
+    yield from stream.accept(quote)
+    stream.arguments('"')
+    while marker := (
+        yield from stream.until(quote, "\\", emit=lambda text: stream.arguments(dumps(text)[1:-1]))
+    ):
+        if marker == quote:
+            stream.arguments('"')
+            return
+        letter = yield from stream.peek()
+        if not letter:
+            return
+        yield from stream.accept(letter)
+        if letter in _NUM_DIGITS:
+            text = yield from _code_point(stream, _NUM_DIGITS[letter])
+        else:
+            text = _ESCAPES.get(letter, letter if letter in "\\'\"" else f"\\{letter}")
+        stream.arguments(dumps(text)[1:-1])
+
+
+def _code_point(stream: Stream, num_digits: int) -> Steps[str]:
+    digits = ""
+    while len(digits) < num_digits:
+        digit = yield from stream.peek()
+        if not digit or digit not in "0123456789abcdefABCDEF":
+            raise NotACall
+        yield from stream.accept(digit)
+        digits += digit
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise NotACall
+    return chr(code)
+
+
+def _number(word: str) -> str:
+    if not _NUMBER.fullmatch(word) or len(word) > 400:
+        raise NotACall
+    digits = word.removeprefix("+")
+    if digits.lstrip("-").isdigit():
+        return str(int(digits))
+    if not math.isfinite(float(digits)):
+        raise NotACall
+    return json.dumps(float(digits))
+
+
+def keywords_format(schema: Any) -> dict[str, Any]:
+    """The xgrammar format of keyword arguments in the order of the schema, with values in JSON, which
+    `read_python_call` reads too. True: any. Raises `ValueError` for a schema without properties."""
+    if schema is True:
+        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
+        one = [name, _const("="), {"type": "json_schema", "json_schema": True, "max_whitespace_cnt": 1}]
+        more = {"type": "star", "content": _sequence([_const(", "), *one])}
+        return {"type": "optional", "content": _sequence([*one, more])}
+    if not set(schema) <= KEYWORDS | ANNOTATIONS:
+        raise ValueError("#: arguments in Python need a schema of properties, without keywords beside them")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    names = sorted({**properties, **dict.fromkeys(required)}, key=lambda name: name not in required)
+    arguments = []
+    for name in names:
+        value = properties.get(name, {})
+        whole = {**shared, **value} if isinstance(value, dict) else value
+        form = {"type": "json_schema", "json_schema": whole, "max_whitespace_cnt": 1}
+        arguments.append((name in required, _sequence([_const(f"{name}="), form])))
+    return _list_of(arguments)
+
+
+def _list_of(arguments: list[tuple[bool, dict[str, Any]]]) -> dict[str, Any]:
+    """Those that are required come first."""
+    lists = []
+    for first, (is_required, form) in enumerate(arguments):
+        rest = [_sequence([_const(", "), each]) for _, each in arguments[first + 1 :]]
+        others = [
+            each if needed else {"type": "optional", "content": each}
+            for each, (needed, _) in zip(rest, arguments[first + 1 :])
+        ]
+        lists.append(_sequence([form, *others]))
+        if is_required:
+            return lists[0]
+    return {"type": "or", "elements": [_const(""), *lists]}
+
+
+def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": elements}
+
+
+def _const(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
