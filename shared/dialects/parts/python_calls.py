@@ -92,23 +92,22 @@ def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
 
 def _string(stream: Stream, quote: str) -> Steps[None]:
     """A string, which streams."""
+
+    def emit(text: str) -> None:
+        stream.arguments(dumps(text)[1:-1])
+
     yield from stream.accept(quote)
     stream.arguments('"')
-    while marker := (
-        yield from stream.until(quote, "\\", emit=lambda text: stream.arguments(dumps(text)[1:-1]))
-    ):
-        if marker == quote:
-            stream.arguments('"')
-            return
+    while (yield from stream.until(quote, "\\", emit=emit)) == "\\":
         letter = yield from stream.peek()
-        if not letter:
-            return
         yield from stream.accept(letter)
         if letter in _NUM_DIGITS:
-            text = yield from _code_point(stream, _NUM_DIGITS[letter])
-        else:
-            text = _ESCAPES.get(letter, letter if letter in "\\'\"" else f"\\{letter}")
-        stream.arguments(dumps(text)[1:-1])
+            emit((yield from _code_point(stream, _NUM_DIGITS[letter])))
+        elif letter:
+            emit(_ESCAPES.get(letter, letter if letter in "\\'\"" else f"\\{letter}"))
+    if not (yield from stream.peek()):  # behind a string comes at least a parenthesis
+        raise NotACall
+    stream.arguments('"')
 
 
 def _code_point(stream: Stream, num_digits: int) -> Steps[str]:
