@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from diptych.optimized.parallel.symmetric_memory import connect_one_shot, uses_o
 from diptych.shared.interfaces import collectives as interface
 from diptych.shared.parallel.collective_log import CollectiveLog
 from diptych.shared.parallel.meeting import gloo_group, use_loopback
+from diptych.shared.parallel.patience import LONGEST, introduce, meet
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store, Work
@@ -38,8 +40,10 @@ class Collectives(interface.Collectives):
         self.log = CollectiveLog()
         self._store = store
         self._limit = timedelta(seconds=seconds)
+        self._meetings = count()
         self._groups: dict[str, Any] = {}  # type of device -> its process group
         self._one_shot: OneShotAllReduce | None = None  # of CUDA tensors
+        introduce(store, rank)
         self._group(torch.device("cpu"))
 
     # --8<-- [start:all-reduce]
@@ -72,6 +76,12 @@ class Collectives(interface.Collectives):
         self._group(x.device)
         is_small = uses_one_shot(x.numel() * x.element_size(), self.size)
         return self._one_shot is not None and x.dtype in self._one_shot.dtypes and is_small
+
+    def barrier(self) -> None:
+        """A rank may come as late as it likes while it works: before the first steps ranks compile kernels,
+        which takes minutes, and one of them may take longer than the others."""
+        name = f"{self.name} barrier {next(self._meetings)}"
+        meet(self._store, name, self.rank, self.size, self._limit.total_seconds())
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_gather", self.name, x)
@@ -128,8 +138,9 @@ class Collectives(interface.Collectives):
         if device.type == "cpu":
             return gloo_group(store, self.rank, self.size, self._limit)
         use_loopback()
+        self.barrier()
         options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = self._limit
+        options._timeout = timedelta(seconds=LONGEST)  # a rank may compile behind an operation of the others
         nccl = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
         if self.has_one_shot:
             store = distributed.PrefixStore("one-shot", store)

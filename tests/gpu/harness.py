@@ -17,8 +17,10 @@ OPTIMIZED = {
     "panel": "optimized",
     "max_running_requests": 8,
     "cuda_graph_max_tokens": 256,
+    "skip_warmup": True,
 }
-"""A small batch size and few tokens, so that few graphs are captured."""
+"""A small batch size and few tokens, so that few graphs are captured. Kernels are compiled when a test needs
+them: no engine of a test uses all that it could."""
 
 
 def attention_backends() -> list[str]:

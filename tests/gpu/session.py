@@ -32,7 +32,7 @@ LOCKS = Path(tempfile.gettempdir(), f"diptych-kernels-{os.getuid()}")
 BUILD_LOG = ROOT / "build" / "gpu-tests" / "flashinfer.txt"
 LOST = "AcceleratorError"
 """torch's name of an error after which the CUDA context of the process is unusable."""
-FIRST = ("tests/gpu/test_soak.py", "tests/kernels/")
+FIRST = ("tests/gpu/test_soak.py", "tests/gpu/test_compilations.py", "tests/kernels/")
 """Long tests, and tests of many kernels."""
 MAY_COMPILE = ("flashinfer", "fa3", "optimized")
 """Backends of attention that use FlashInfer; the default backend uses FA3 for prompts."""

@@ -256,6 +256,7 @@ def gpu_engine(model: str, backend: str | None, **flags: Any) -> LLM:
         "max_running_requests": 16,
         "cuda_graph_bs": (1,),
         "cuda_graph_max_tokens": 512,
+        "skip_warmup": True,
     }
     return LLM(model=model, panel="optimized", device="cuda", use=use, **{**plain, **flags})
 

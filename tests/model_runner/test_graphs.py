@@ -29,6 +29,7 @@ def engine(model: str, backend: str, **flags: Any) -> LLM:
         "max_running_requests": 25,
         "cuda_graph_bs": SIZES,
         "cuda_graph_max_tokens": 256,
+        "skip_warmup": True,  # kernels are compiled when a test needs them
     }
     return LLM(model=model, panel="optimized", device="cuda", use=use, **{**plain, **flags})
 

@@ -22,6 +22,7 @@ from diptych.shared.engine.processes.input_log import Call, decode, encode
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.collective_log import Entry, first_difference
+from diptych.shared.parallel.patience import LOOK_SECONDS, Activity
 
 REPORT_SECONDS = 5.0
 """Time limit in seconds for a process to report, or to end after its connections are closed."""
@@ -57,15 +58,25 @@ class Child:
         return cls(name, pipe, process)
 
     def next_message(self, seconds: float) -> Any:
-        """Receive a message while the process starts. Raises `EngineProcessEnded` if it cannot start."""
+        """Receive a message while the process starts. Raises `EngineProcessEnded` if it cannot start, or does
+        nothing for so many seconds: it may compile kernels for longer."""
         with contextlib.suppress(EOFError, OSError):
-            if self.pipe.poll(seconds):
+            if self._has_message(seconds):
                 message = self.receive()
                 if isinstance(message, Report):
                     raise EngineProcessEnded(f"{self.name} does not start: {message.error}")
                 if isinstance(message, Ready):
                     return message.value
         raise EngineProcessEnded(self.describe_end())
+
+    def _has_message(self, seconds: float) -> bool:
+        if self.process is None or self.process.pid is None:
+            return self.pipe.poll(seconds)
+        activity = Activity(self.process.pid)
+        while activity.idle_seconds() <= seconds:
+            if self.pipe.poll(min(seconds, LOOK_SECONDS)):
+                return True
+        return False
 
     def receive(self) -> Answer:
         """The next message. Raises `EOFError` or `OSError` if the process has ended."""
