@@ -128,7 +128,9 @@ class FlexAttention(interface.AttentionBackend):
         )
         heads, aux = _attend(q.device.type)(
             *(x.transpose(1, 2) for x in (queries, keys, values)),  # [bs, heads, tokens, dim]
-            score_mod=_soft_cap(layer.logit_cap) if layer.logit_cap > 0 else None,
+            score_mod=_soft_cap(q.new_full((), layer.logit_cap, dtype=torch.float32))
+            if layer.logit_cap > 0
+            else None,
             block_mask=plan.block_mask(layer.sliding_window, layer.attention_chunk),
             scale=layer.scale * kv_scales.k,
             enable_gqa=layer.num_qo_heads != layer.num_kv_heads,
@@ -142,7 +144,7 @@ class FlexAttention(interface.AttentionBackend):
         return output.copy_(heads.transpose(1, 2)[plan.tokens])
 
 
-def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
+def _soft_cap(cap: torch.Tensor) -> Callable[..., torch.Tensor]:
     def capped(score: torch.Tensor, b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
         return cap * torch.tanh(score / cap)
 
@@ -152,7 +154,12 @@ def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
     """Call flex_attention: compiled on a GPU, for any lengths; elsewhere evaluated eagerly."""
-    attend: Any = torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    if device_type != "cuda":
+        return flex_attention
+    # Each kind of batch and layer is compiled. Beyond the limit torch evaluates the functions, which fails.
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 128)
+    attend: Any = torch.compile(flex_attention, dynamic=True)
     return attend
 
 

@@ -191,7 +191,9 @@ def expect_right(shape: Shape, num_tokens: int) -> None:
     inputs = Inputs(0)
     with building(torch.bfloat16):
         experts = moe.FusedExperts(shape.num_experts, shape.hidden_size, shape.intermediate_size)
-    inputs.fill_(experts)
+    generator = torch.Generator(check_device()).manual_seed(0)  # a billion numbers, drawn where they are used
+    for parameter in experts.parameters():
+        parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
     x = inputs.normal(num_tokens, shape.hidden_size, dtype=torch.bfloat16)
     weights, ids = routing("random", num_tokens, shape.num_experts, shape.top_k)
     y = run_poisoned(experts, x, TopKOutput(weights, ids))

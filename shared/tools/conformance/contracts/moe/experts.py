@@ -100,17 +100,15 @@ def experts64(
     swiglu_limit: float = 0.0,
 ) -> torch.Tensor:
     """The expected output in float64, token by token and choice by choice."""
-    x, w13, w2 = x.double().cpu(), w13.double().cpu(), w2.double().cpu()
-    b13, b2 = (
-        torch.zeros(w.shape[:2], dtype=w.dtype) if b is None else b.double().cpu()
-        for w, b in ((w13, b13), (w2, b2))
-    )
+    x = x.double()
+    b13, b2 = (x.new_zeros(w.shape[:2]) if b is None else b.double() for w, b in ((w13, b13), (w2, b2)))
     act = partial(clamped_swiglu64, limit=swiglu_limit) if swiglu_limit > 0 else silu_and_mul64
     y = torch.zeros_like(x)
     for t, (weights, ids) in enumerate(zip(topk.topk_weights.tolist(), topk.topk_ids.tolist())):
         for weight, e in zip(weights, ids):
             if e >= 0:
-                y[t] += weight * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e])
+                hidden = act(w13[e].double() @ x[t] + b13[e])
+                y[t] += weight * (w2[e].double() @ hidden + b2[e])
     return y
 
 

@@ -227,7 +227,8 @@ def experts_on_several_ranks(impl: type[QuantizedExperts], case: Experts) -> Non
     topk, x = case.topk(inputs), inputs.normal(case.num_tokens, case.hidden_size)
 
     def run(tp: Collectives) -> torch.Tensor:
-        part = impl(5, case.hidden_size, half, case.scheme)
+        with building(case.dtype):
+            part = impl(5, case.hidden_size, half, case.scheme)
         part.tp = tp
         for name, view in part.weight_views().items():
             whole = experts.weight_views()[name]
