@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from diptych.shared.text.inert import BREAKER, Inert
-
-TEMPLATE_SECONDS = 1.0
-"""Time limit of a chat template: it comes with the model, and may loop."""
 
 TEMPLATE_DATA = ("documents",)
 """Parameters of `apply_chat_template` that are no options of it, but data for the template."""
@@ -175,19 +168,19 @@ class Tokenizer:
             self.check_template_args(template_args)
         from jinja2 import TemplateError
 
-        from diptych.shared.text.template_limits import bound_templates
+        from diptych.shared.text.template_limits import bound_templates, start_counting
 
         bound_templates()
+        start_counting()
         try:
-            with time_limit(TEMPLATE_SECONDS, "the chat template"):
-                text: str = self.hf_tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **template_args,
-                )
+            text: str = self.hf_tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **template_args,
+            )
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except RecursionError:
@@ -256,22 +249,3 @@ def _plain_decoder(hf_tokenizer: Any) -> Any:
     kind = type(hf_tokenizer)
     is_plain = isinstance(hf_tokenizer, Plain) and kind.decode is Plain.decode
     return hf_tokenizer.backend_tokenizer if is_plain and kind._decode is Plain._decode else None
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """End Python code of this thread that computes longer, by a `ValueError` at its next line. Works in every
-    thread, which a signal would not. CPU time counts: other threads and processes change nothing."""
-    end = time.thread_time() + seconds
-    before = sys.gettrace()
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.thread_time() > end:
-            raise ValueError(f"{what} takes longer than {seconds:g} s of CPU time")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
