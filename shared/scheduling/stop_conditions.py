@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from diptych.shared.sampling.bans import bans_every_token
 from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
     REGEX_SECONDS,
     REPLACEMENT,
+    DecodeText,
+    OutputScan,
     RegexTimeout,
     first_stop_string,
-    search_stop_regex,
 )
 from diptych.shared.types import (
     FinishError,
@@ -28,8 +26,6 @@ from diptych.shared.types import (
 _WINDOW_SLACK = 8
 """Characters beyond the longest stop string: a window may begin inside a character and show it as up to
 three replacement characters."""
-
-DecodeText = Callable[[list[int]], str]
 
 
 def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab_size: int) -> None:
@@ -50,8 +46,8 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     `min_new_tokens` is not looked at: the sampler bans stop tokens until then, and stop strings and regexes
     end a request at any length. ignore_eos does not disable them.
 
-    `decode_text` is called only for requests with stop strings (on a tail of the output, whatever its
-    length) or stop regexes (on the whole output, so the cost of a request grows with its square).
+    `decode_text` is called only for requests with stop strings or stop regexes, on a tail of the output,
+    whatever its length.
     """
     if req.finished:
         return
@@ -109,20 +105,23 @@ def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishRea
         if matched is not None:
             return FinishString(matched)
     if params.stop_regex:
-        text = _output_text(req, count, decode_text)
-        end = time.monotonic() + REGEX_SECONDS
         try:
-            found = [
-                (search_stop_regex(pattern, text, max(end - time.monotonic(), 0.001)), pattern)
-                for pattern in params.stop_regex
-            ]
+            found = _scan(req, count, decode_text).search(params.stop_regex, REGEX_SECONDS)
         except RegexTimeout as error:
             return FinishError(str(error), status=400)
-        matches = [(*match, pattern) for match, pattern in found if match is not None]
-        if matches:
-            _, text, pattern = min(matches, key=lambda match: match[0])
-            return FinishRegex(pattern, text)
+        if found is not None:
+            return FinishRegex(*found)
     return None
+
+
+def _scan(req: Req, count: int, decode_text: DecodeText) -> OutputScan:
+    """The scan of the first `count` output ids. The one of `count - 1` goes on, unless ids were dropped."""
+    scan = req.output_scan
+    if scan is None or scan.num_ids != count - 1:
+        scan = req.output_scan = OutputScan(req.prompt_text_ids[-NUM_CONTEXT_TOKENS:], decode_text)
+    for token_id in req.output_ids[scan.num_ids : count]:
+        scan.append(token_id)
+    return scan
 
 
 def _tail_text(req: Req, count: int, num_chars: int, decode_text: DecodeText) -> str:

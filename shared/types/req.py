@@ -71,6 +71,7 @@ class Req:
     queue_start_time: float = 0.0  # when it joined the waiting queue, by the scheduler's clock
     run_start_time: float | None = None  # when it was first scheduled
 
+    output_scan: Any = None  # with stop_regex: an OutputScan, what the searches so far have found
     to_finish: FinishReason | None = None  # requested end, applied at the next finish check
     finished_reason: FinishReason | None = None
     finished_len: int | None = None  # output ids that count; later ones were produced in the same step

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import regex
 
-from diptych.shared.scheduling import stop_conditions
 from diptych.shared.scheduling.stop_conditions import check_finished
+from diptych.shared.text import stop_text
 from diptych.shared.text.stop_text import REGEX_SECONDS
 from diptych.shared.types import (
     FinishAbort,
@@ -20,6 +21,7 @@ from diptych.shared.types import (
     Req,
     SamplingParams,
 )
+from tests.properties import given, settings, st
 
 VOCAB_SIZE = 1000
 EOS = 900
@@ -149,10 +151,18 @@ def test_a_finished_request_keeps_its_first_reason() -> None:
 
 def test_stop_regexes_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.0, 0.02, 0.06])
-    monkeypatch.setattr(stop_conditions, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    req = make_req(stop_regex=("x", "y", "z"))
+    monkeypatch.setattr(stop_text, "time", SimpleNamespace(monotonic=lambda: next(times)))
     given: list[float] = []
-    monkeypatch.setattr(stop_conditions, "search_stop_regex", lambda *args: given.append(args[2]))
-    feed(make_req(stop_regex=("x", "y", "z")), [1])
+
+    class Compiled:
+        flags = 0
+
+        def search(self, *args: object, timeout: float, **more: object) -> None:
+            given.append(timeout)
+
+    monkeypatch.setattr(stop_text.regex, "compile", lambda pattern: Compiled())
+    feed(req, [1])
     assert given == [pytest.approx(REGEX_SECONDS), pytest.approx(REGEX_SECONDS - 0.02), 0.001]
 
 
@@ -292,3 +302,79 @@ def test_at_one_token_a_stop_wins_over_the_length_and_over_lesser_stops() -> Non
     assert_ends(feed(make_req(stop="eos"), [EOS]), FinishToken(EOS), 1)
     assert_ends(feed(make_req(stop="op", stop_regex="st"), [300]), FinishString("op"), 1)
     assert isinstance(feed(make_req(max_new_tokens=1), [-1]).finished_reason, FinishError)
+
+
+# ---- the scan of a growing output ----
+
+ATOMS = st.sampled_from(
+    [
+        *"abé ",
+        ".",
+        r"\b",
+        "^",
+        "$",
+        r"\Z",
+        "[ab]",
+        "(?=b)",
+        "(?!b)",
+        "(?<=a)",
+        "(?<!a)",
+        "(?<=a.*)",
+        r"\G",
+        "\n",
+    ]
+)
+PATTERNS = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3).map("".join)
+        | st.lists(inner, min_size=2, max_size=2).map(lambda two: f"(?:{two[0]}|{two[1]})")
+        | inner.map(lambda one: f"(?:{one})+")
+        | inner.map(lambda one: f"(?:{one})*?")
+        | inner.map(lambda one: f"(?>{one})")
+        | inner.map(lambda one: f"(?rm:{one})" if len(one) == 1 else f"(?:{one}){{1,2}}")
+    ),
+    max_leaves=6,
+)
+
+
+@given(PATTERNS, st.text("abé \n", max_size=12))
+@settings(max_examples=600)
+def test_a_scan_finds_what_a_search_of_the_whole_text_finds(pattern: str, text: str) -> None:
+    """At each token, a byte of the text. A text that ends inside a character ends with U+FFFD."""
+    compiled = regex.compile(pattern)
+    if compiled.search("") is not None:  # such a pattern is refused
+        return
+    scan, data = stop_text.OutputScan([1], decode), text.encode()
+    for count in range(1, len(data) + 1):
+        scan.append(data[count - 1])
+        match = compiled.search(decode([*data[:count]]))
+        found = scan.search([pattern], 10.0)
+        assert found == (None if match is None else (pattern, match.group())), (pattern, data[:count])
+        if found:
+            break
+
+
+def test_the_cost_of_a_token_does_not_depend_on_the_output() -> None:
+    num_decoded, num_searched = [], []
+
+    def counting(ids: list[int]) -> str:
+        num_decoded.append(len(ids))
+        return decode(ids)
+
+    class Counted(stop_text.OutputScan):
+        def search(self, patterns, seconds):  # type: ignore[no-untyped-def]
+            num_searched.append(len(self._text) - self._starts.get("the end", 0))
+            return super().search(patterns, seconds)
+
+    req = make_req(max_new_tokens=5000, stop_regex="the end")
+    req.output_scan = Counted([1], counting)
+    feed(req, *one_by_one("a lazy dog, é " * 200), decode_text=counting)
+    assert max(num_decoded) <= 8
+    assert max(num_searched) <= 8
+
+
+def test_a_scan_begins_anew_when_ids_are_dropped() -> None:
+    req = feed(make_req(stop_regex="ac"), *one_by_one("ab"))
+    del req.output_ids[1:]
+    assert_ends(feed(req, *one_by_one("c")), FinishRegex("ac", "ac"), 2)

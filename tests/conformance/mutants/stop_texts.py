@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.scheduling import stop_conditions
+from diptych.shared.text.stop_text import DecodeText
 from diptych.shared.types import Req, StepOutput
 from tests.conformance.mutants.mutant import mutant_of
 
@@ -21,6 +22,6 @@ class StopWindowCountsTheNewestToken(Scheduler):
             return super().step()
 
 
-def tail_text(req: Req, count: int, num_chars: int, decode_text: stop_conditions.DecodeText) -> str:
+def tail_text(req: Req, count: int, num_chars: int, decode_text: DecodeText) -> str:
     newest = req.output_ids[count - 1 : count]
     return correct_tail_text(req, count, num_chars, lambda ids: "" if ids == newest else decode_text(ids))
