@@ -73,6 +73,15 @@ def test_a_package_outside_its_tested_versions_is_a_problem(
     assert triton.remedy == ("" if is_tested else "pip install 'triton<3.10,>=3.6'")
 
 
+@pytest.mark.parametrize(("version", "is_tested"), [("0.6.11", False), ("0.6.12", True), ("0.7.2", False)])
+def test_the_versions_of_flashinfer(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    monkeypatch.setattr(
+        hardware.metadata, "requires", lambda package: re.findall(r'"(flashinfer-[^"]*)"', text)
+    )
+    assert hardware.is_supported("flashinfer-python", version) == is_tested
+
+
 def test_bounds_of_pyproject_include_what_is_installed() -> None:
     """The metadata may be older than pyproject.toml, so the file itself is read."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()

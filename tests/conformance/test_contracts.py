@@ -14,10 +14,10 @@ from tests.gpu.flashinfer_modules import modules_of
 
 ON_THE_HOST = (
     "schedule_policy", "prefill_adder", "scheduler", "radix_cache", "chunk_cache", "detokenizer",
-    "expert_balancer", "transport", "collectives", "expert_dispatch",
+    "expert_balancer", "transport", "collectives", "expert_dispatch", "drafter",
 )  # fmt: skip
-"""Components without a tensor on a GPU, or whose contracts have ranks on the CPU: `make test-gpu` leaves them
-out."""
+"""Components without a tensor on a GPU, or whose contracts have theirs on the CPU: `make test-gpu` leaves
+them out."""
 
 
 def marks(component: str, choice: str, clause: Clause, case: Any, is_one_of_few: bool) -> list[Any]:

@@ -89,6 +89,14 @@ def test_two_ranks_answer_as_one(way: str) -> None:
         assert llm.assembly.parts.drafter.drafter.graphs[0].num_replays > 0
 
 
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize(("model", "ep"), [("tiny-dense", 1), ("tiny-moe", 1), ("tiny-moe", 4)])
+def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
+    expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
+    llm = LLM(model, tp=4, ep=ep, **FLAGS)
+    assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+
+
 @pytest.mark.parametrize(
     ("panel", "more"),
     [

@@ -30,10 +30,12 @@ EVERY, SOME = ("_proj",), ("k_proj", "o_proj", "up_proj")
 def make_adapter(
     config: ModelConfig, rank: int, targets: Sequence[str] = EVERY, seed: int = 0, scale: float = 0.7
 ) -> LoraAdapter:
-    """A random adapter that changes logits by several units."""
+    """A random adapter that changes logits by several units, on the CPU as one that was read from a file."""
     inputs = Inputs(seed)
     modules = {
-        name: LoraWeights(inputs.normal(rank, size_in) * size_in**-0.5, inputs.normal(size_out, rank), scale)
+        name: LoraWeights(
+            inputs.normal(rank, size_in).cpu() * size_in**-0.5, inputs.normal(size_out, rank).cpu(), scale
+        )
         for name, (size_out, size_in) in adaptable_modules(config).items()
         if name.endswith(tuple(targets))
     }
