@@ -79,7 +79,11 @@ _build: list[subprocess.Popen[bytes]] = []
 def pytest_configure(config: pytest.Config) -> None:
     import triton.compiler
 
+    from diptych.optimized.attention import flashinfer_build
+
     triton.compiler.compile = compiled_once(triton.compiler.compile)
+    # Engines without a module start a process that compiles it, which would wait for the session's.
+    flashinfer_build.build_in_background = lambda modules: None
     markers, option = config.option.markexpr, config.option
     is_worker = hasattr(config, "workerinput")
     starts_workers = getattr(option, "numprocesses", None) and not is_worker and not option.collectonly
