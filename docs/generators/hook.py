@@ -50,6 +50,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "endpoints": http.endpoints,
     "body": http.body,
     "fields": http.fields,
+    "public-fields": http.public_fields,
 }
 """Name in a marker -> function of the words behind it and of the notes, if it has any."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,24 @@ def fields() -> str:
     return table(
         ["Field", "In", "Treatment", "Reason"], sorted(rows, key=lambda row: (row[1], row[2], row[0]))
     )
+
+
+PUBLIC = Path(__file__).parent / "public_fields.json"
+"""The fields of the bodies of SGLang and vLLM, by place."""
+
+WORDS = {"accepted": "yes", "ignored": "ignored", "refused": "no (400)"}
+
+
+def public_fields(server: str) -> str:
+    """What this server does with each field of another's bodies."""
+    found = json.loads(PUBLIC.read_text("utf-8"))
+    rows = []
+    for place, names in found[server].items():
+        kinds: dict[str, list[str]] = {kind: [] for kind in WORDS}
+        for name in sorted(names.split()):
+            kinds[treatment(place, name)].append(code(name))
+        rows += [[code(place), word, ", ".join(kinds[kind])] for kind, word in WORDS.items() if kinds[kind]]
+    return f"{found['sources'][server]}:\n\n" + table(["Body", "Here", "Fields"], rows)
 
 
 def bodies() -> set[str]:

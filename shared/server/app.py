@@ -18,6 +18,7 @@ from diptych.shared.server.api.embeddings import add_embedding_routes
 from diptych.shared.server.api.native import add_native_routes
 from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
 from diptych.shared.server.api.responses import add_responses_routes
+from diptych.shared.server.api.scores import add_score_routes
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.api.token_routes import add_token_routes
 from diptych.shared.server.engine.engine_client import EngineDead
@@ -43,6 +44,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_responses_routes(app, state)
     add_anthropic_routes(app, state)
     add_embedding_routes(app, state)
+    add_score_routes(app, state)
     add_status_routes(app, state)
     add_health_routes(app, state)
     add_native_routes(app, state)

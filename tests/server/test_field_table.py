@@ -23,7 +23,12 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "stream_options": {},
     }),
     "completions": ("/v1/completions", {"prompt": "a"}),
+    "generate": ("/generate", {"text": "a", "sampling_params": {}}),
     "embeddings": ("/v1/embeddings", {"input": "a"}),
+    "score": ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    "rerank": ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    "tokenize": ("/tokenize", {"prompt": "a"}),
+    "detokenize": ("/detokenize", {"tokens": [5]}),
     "responses": ("/v1/responses", {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
         "tools": [{"type": "function", "name": "f"}],

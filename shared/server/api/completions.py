@@ -127,8 +127,7 @@ def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
                 else:
                     for name, values in entry["logprobs"].items():
                         choice["logprobs"][name] = choice["logprobs"][name] + values
-            for name in ("finish_reason", "matched_stop"):
-                if entry.get(name) is not None:
-                    choice[name] = entry[name]
+            if entry["finish_reason"] is not None:
+                choice |= {name: entry[name] for name in ("finish_reason", "matched_stop")}
     head = {name: chunks[0][name] for name in HEAD}
     return {**head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_body(usage)}

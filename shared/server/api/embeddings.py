@@ -11,24 +11,30 @@ from pydantic import Field
 
 from diptych.shared.engine.requests.embedding import NO_TOKENS, finish_embedding
 from diptych.shared.server.api.answers import check_model
-from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.field_types import Key, Priority
 from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.state import ServerState
+from diptych.shared.server.api.token_fields import TruncationFields
 from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.errors import bad_request
 
 
-class PoolingRequest(Body):
+class PoolingFields(TruncationFields):
+    """Fields of all requests that want vectors."""
+
+    model: str | None = None
+    cache_salt: Key | None = None
+    priority: Priority = 0
+
+
+class PoolingRequest(PoolingFields):
     """/classify, and fields of both."""
 
     place = "embeddings"
 
-    model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
-    cache_salt: Key | None = None
-    priority: Priority = 0
+    add_special_tokens: bool = True
 
 
 class EmbeddingRequest(PoolingRequest):
@@ -70,9 +76,18 @@ async def _vectors(
     if bool(state.ready.num_labels) != bool(num_labels):
         kind = "scores: POST /classify" if state.ready.num_labels else "embeddings: POST /v1/embeddings"
         raise bad_request(f"this model gives {kind}")
-    prompts = await state.prompts.of_each(body.input, "input")
+    prompts = await state.prompts.of_each(body.input, "input", body.add_special_tokens)
+    return await pooled(prompts, "input", body, request, state)
+
+
+async def pooled(
+    prompts: list[list[int]], field: str, body: PoolingFields, request: Request, state: ServerState
+) -> tuple[list[list[float]], int]:
+    """What the model gives for each prompt, and the number of prompt tokens. field: of the body, from which
+    the prompts come."""
+    prompts = [body.truncated(prompt, state.ready.context_len - 1) for prompt in prompts]
     for prompt in prompts:
-        state.prompts.check(prompt, "input", NO_TOKENS)
+        state.prompts.check(prompt, field, NO_TOKENS)
     state.check_admission(len(prompts))
     generation = Generation(
         state.client,

@@ -20,6 +20,16 @@ _CACHED = "every prefix is in the cache already"
 _NO_ACCOUNT = "the server has no accounts"
 _HISTORY = "it is not part of the prompt"
 _NOT_STORED = "nothing is stored between requests: send the whole conversation"
+_PLACED = "the server chooses where a request runs"
+_HINT = "it is a hint for speed"
+_LABELS = "metrics have no labels of clients"
+_OTHER_ROUTES = "it belongs to routes that render prompts"
+_NO_BEAMS = "beam search is not supported: send n"
+_NO_CODE = "code and data of clients do not change sampling"
+_OTHER_SERVERS = "the engine finds its other parts itself"
+_NOT_GIVEN = "the answer has no such data"
+_TEXT_ONLY = "images come in messages; there is no other input beside text"
+_NO_SESSIONS = "send the whole prompt"
 _NO_SUCH_TOOL = "the server runs no tools; the model is not offered this one"
 
 IGNORED: Mapping[str, Mapping[str, str]] = {
@@ -32,11 +42,40 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
         "prompt_cache_key": _CACHED,
         "prompt_cache_options": _CACHED,
         "prompt_cache_retention": _CACHED,
+        "spaces_between_special_tokens": "no spaces are written there",
+        "length_penalty": "it belongs to beam search",
+        "request_id": "ids are the server's",
+        "return_token_offsets": _OTHER_ROUTES,
+        "return_mm_kwargs": _OTHER_ROUTES,
+    },
+    "chat completions generate": {
+        "session_id": _PLACED,
+        "routed_dp_rank": _PLACED,
+        "data_parallel_rank": _PLACED,
+        "disagg_prefill_dp_rank": _PLACED,
+        "custom_labels": _LABELS,
+        "ngram_corpus_id": _HINT,
+        "stream_interval": "chunks come as tokens come",
+    },
+    "generate": {
+        "conversation_id": "nothing is stored",
+        "log_metrics": "all requests count",
+        "no_logs": "prompts and answers are not logged",
+        "external_trace_header": "requests are not traced",
+        "received_time": "the server measures its own times",
+        "kv_router_hint": _HINT,
+    },
+    "generate.sampling_params": {
+        "spaces_between_special_tokens": "no spaces are written there",
+        "stream_interval": "chunks come as tokens come",
     },
     "chat": {
         "verbosity": "chat templates do not take it",
-        "prediction": "it is a hint for speed",
+        "prediction": _HINT,
+        "stream_reasoning": "reasoning is streamed as it comes",
     },
+    "embeddings score rerank": {"request_id": "ids are the server's", "rid": "ids are the server's"},
+    "score rerank": {"user": _NO_ACCOUNT},
     "chat.stream_options": {"include_obfuscation": "chunks have no padding"},
     "chat.messages[]": {
         "refusal": _HISTORY,
@@ -136,9 +175,67 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
 """Places -> name -> why it has no effect. A line of the log names it once."""
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
+    "chat completions": {
+        "use_beam_search": _NO_BEAMS,
+        "watermarking": _NO_CODE,
+        "repetition_detection": "send repetition_penalty or stop_regex",
+        "thinking_token_budget": "send max_tokens",
+        "vllm_xargs": _NO_CODE,
+        "kv_transfer_params": _OTHER_SERVERS,
+        "ec_transfer_params": _OTHER_SERVERS,
+        "routed_experts_prompt_start": _NOT_GIVEN,
+        "lora_path": "send the adapter's name as model",
+        "images_config": _TEXT_ONLY,
+        "return_cached_tokens_details": "usage counts the cached tokens",
+    },
+    "chat completions generate": {
+        "return_hidden_states": _NOT_GIVEN,
+        "return_routed_experts": _NOT_GIVEN,
+        "routed_experts_start_len": _NOT_GIVEN,
+        "session_params": _NO_SESSIONS,
+        "custom_logit_processor": _NO_CODE,
+        "custom_params": _NO_CODE,
+        "bootstrap_host": _OTHER_SERVERS,
+        "bootstrap_port": _OTHER_SERVERS,
+        "bootstrap_room": _OTHER_SERVERS,
+    },
+    "completions": {
+        "json_schema": "send response_format or guided_json",
+        "prompt_embeds": "send /generate input_embeds",
+    },
+    "generate": {
+        "image_data": _TEXT_ONLY,
+        "audio_data": _TEXT_ONLY,
+        "video_data": _TEXT_ONLY,
+        "return_sampling_mask": _NOT_GIVEN,
+        "return_entropy": _NOT_GIVEN,
+        "background": "an answer is given to the request that asks for it",
+        "max_thinking_tokens": "send max_new_tokens",
+        "positional_embed_overrides": "send input_embeds",
+    },
+    "generate.sampling_params": {
+        "beam_width": _NO_BEAMS,
+        "custom_params": _NO_CODE,
+        "stop_strs": "send stop",
+        "stop_regex_strs": "send stop_regex",
+    },
+    "score rerank": {
+        "query_embed_overrides": "send texts or token ids",
+        "item_embed_overrides": "send texts or token ids",
+        "embed_override_token_id": "send texts or token ids",
+        "return_pooled_hidden_states": "send the texts to /v1/embeddings",
+        "instruct": "write the instruction into the query",
+    },
     "chat": {
         "audio": "the server answers in text",
         "chat_template": "the template comes with the model",
+        "documents": "send chat_template_kwargs",
+        "input_ids": "send /v1/completions with token ids",
+        "add_special_tokens": "the template writes them",
+        "media_io_kwargs": _TEXT_ONLY,
+        "mm_processor_kwargs": _TEXT_ONLY,
+        "return_prompt_text": "send /apply-template",
+        "return_meta_info": "usage and choices have it",
         "enable_thinking": "send chat_template_kwargs",
         "function_call": "send tool_choice",
         "functions": "send tools",

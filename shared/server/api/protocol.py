@@ -116,6 +116,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     echo: bool = False
     return_prompt_token_ids: bool = False
+    include_reasoning: Literal[True] = True
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")

@@ -18,7 +18,22 @@ FIELDS_OF_PARAMS = {"token_ids_logprob": "logprob_token_ids"}
 """Fields of SamplingParams that have another name in these bodies."""
 
 
-class TokenFields(Body):
+class TruncationFields(Body):
+    """What becomes of a long prompt."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+
+    def truncated(self, prompt: list[int], room: int) -> list[int]:
+        """The prompt, or its last (truncation_side "right": its first) truncate_prompt_tokens tokens. room:
+        the most that fit, which -1 stands for."""
+        most = room if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if most is None or len(prompt) <= most:
+            return prompt
+        return prompt[:most] if self.truncation_side == "right" else prompt[len(prompt) - most :]
+
+
+class TokenFields(TruncationFields):
     """Names are those of vLLM and SGLang."""
 
     allowed_token_ids: TokenIds | None = None
@@ -26,8 +41,6 @@ class TokenFields(Body):
     logprob_token_ids: TokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None  # None: where there is no tokenizer, so no text
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] = "left"
     rid: Id | None = None
     extra_key: Key | None = None
 
@@ -44,14 +57,6 @@ class TokenFields(Body):
             "allowed_token_ids": self.allowed_token_ids,
             "bad_words": tuple(self.bad_words or ()),
         }
-
-    def truncated(self, prompt: list[int], room: int) -> list[int]:
-        """The prompt, or its last (truncation_side "right": its first) truncate_prompt_tokens tokens. room:
-        the most that fit, which -1 stands for."""
-        most = room if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
-        if most is None or len(prompt) <= most:
-            return prompt
-        return prompt[:most] if self.truncation_side == "right" else prompt[len(prompt) - most :]
 
     def namespace(self, cache_salt: str | None) -> str | None:
         """The namespace in the prefix cache that two fields name together."""
