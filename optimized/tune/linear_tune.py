@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from tqdm.auto import tqdm
 
+from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.kernels.gpu_table import GpuTable
 from diptych.optimized.kernels.linear import linear_choice, small_batch_linear
 from diptych.optimized.tune.moe_tune import graph_time
@@ -51,6 +52,7 @@ def tune(table: GpuTable, shape: LinearShape, all_tokens: Sequence[int]) -> Iter
     """Yields the table after each measurement, with the fastest kernel for one more number of tokens."""
     name = linear_choice.shape_name(shape[:2], shape.gated)
     weights = _weights(shape)
+    compile_all(weights[0], all_tokens, shape.gated)
     for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):
         times = {kernel: time_kernel(kernel, weights, num_tokens, shape.gated)
                  for kernel in _candidates(weights[0], num_tokens, shape.gated)}  # fmt: skip
@@ -62,16 +64,27 @@ def tune(table: GpuTable, shape: LinearShape, all_tokens: Sequence[int]) -> Iter
         yield table
 
 
+def compile_all(weight: torch.Tensor, all_tokens: Sequence[int], gated: bool) -> None:
+    with compile_ahead():
+        for num_tokens in all_tokens:
+            for kernel in _candidates(weight, num_tokens, gated):
+                _launch(kernel, _inputs(num_tokens, weight), weight, gated)
+
+
 def time_kernel(kernel: str, weights: list[torch.Tensor], num_tokens: int, gated: bool) -> float:
     """Microseconds of one layer."""
-    x = torch.randn(num_tokens, weights[0].shape[1], device="cuda").to(weights[0].dtype)
+    x = _inputs(num_tokens, weights[0])
+    return graph_time(lambda i: _launch(kernel, x, weights[i], gated), num_layers=len(weights))
 
-    def run(i: int) -> torch.Tensor:
-        if gated:
-            return small_batch_linear.linear_silu_with(kernel, x, weights[i])
-        return small_batch_linear.linear_with(kernel, x, weights[i])
 
-    return graph_time(run, num_layers=len(weights))
+def _inputs(num_tokens: int, weight: torch.Tensor) -> torch.Tensor:
+    return torch.randn(num_tokens, weight.shape[1], device="cuda").to(weight.dtype)
+
+
+def _launch(kernel: str, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    if gated:
+        return small_batch_linear.linear_silu_with(kernel, x, weight)
+    return small_batch_linear.linear_with(kernel, x, weight)
 
 
 def _weights(shape: LinearShape) -> list[torch.Tensor]:

@@ -139,6 +139,7 @@ def test_tune_measures_linear_layers(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(linear_tune, "shapes_of", lambda _: [shape, shape])
     monkeypatch.setattr(linear_tune, "_weights", lambda _: [weight])
+    monkeypatch.setattr(linear_tune, "compile_all", lambda *_: None)
     monkeypatch.setattr(linear_tune, "time_kernel", time_kernel)
     tune.tune([config("tiny-dense")], [32, 4, 8])
     assert gpu_table.read("A GPU").linear == {
