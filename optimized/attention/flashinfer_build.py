@@ -7,6 +7,7 @@ of the package flashinfer-jit-cache count as compiled.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from diptych.shared.engine.kernel_cache import flashinfer_folder
 
 
 class Module(NamedTuple):
@@ -33,6 +36,7 @@ class Module(NamedTuple):
         """FlashInfer's description, a `JitSpec`."""
         from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
+        _use_unpacked()
         q_dtype, kv_dtype = getattr(torch, self.q_dtype), getattr(torch, self.kv_dtype)
         types = q_dtype, kv_dtype, q_dtype, torch.int32
         variant = self.head_dim, self.head_dim, 0, self.has_window, self.has_cap
@@ -42,7 +46,24 @@ class Module(NamedTuple):
 
     @property
     def is_built(self) -> bool:
-        return bool(self.spec.is_compiled)
+        """Whether FlashInfer loads it without compiling: it is there, and no older than its sources."""
+        spec = self.spec
+        if spec.is_aot or not spec.is_compiled:
+            return bool(spec.is_compiled)
+        spec.write_ninja()
+        command = ["ninja", "-n", "-C", str(spec.build_dir), "-f", str(spec.ninja_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return "no work to do" in done.stdout
+
+
+@cache
+def _use_unpacked() -> None:
+    """Modules of a `kernel_cache` take the place of those of flashinfer-jit-cache, if that is not
+    installed."""
+    from flashinfer.jit import env
+
+    if importlib.util.find_spec("flashinfer_jit_cache") is None and flashinfer_folder().is_dir():
+        env.FLASHINFER_AOT_DIR = flashinfer_folder()
 
 
 @cache

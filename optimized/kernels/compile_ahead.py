@@ -75,16 +75,28 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
     launched at its end. Results that depend on a kernel mean nothing. The first error of a compiler is raised
     at the end."""
     variants = Variants()
-    with ThreadPoolExecutor(num_threads or os.cpu_count()) as threads, AsyncCompileMode(threads) as mode:
-        JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
-        try:
-            with Zeros():
-                yield variants
-        finally:
-            JITFunction.run = variants.run_jit
-        waiting = as_completed(list(mode.raw_futures))
-        for _ in tqdm(waiting, "compile kernels", len(mode.raw_futures), leave=False, delay=1.0):
-            pass
-    for kernel in variants.compiled:
-        loaded = kernel.result() if hasattr(kernel, "result") else kernel
-        loaded._init_handles()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with ThreadPoolExecutor(num_threads or os.cpu_count(), "compile", _use, (device,)) as threads:
+        with AsyncCompileMode(threads) as mode:
+            JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
+            try:
+                with Zeros():
+                    yield variants
+            finally:
+                JITFunction.run = variants.run_jit
+            waiting = as_completed(list(mode.raw_futures))
+            for _ in tqdm(waiting, "compile kernels", len(mode.raw_futures), leave=False, delay=1.0):
+                pass
+        list(threads.map(_load, variants.compiled))
+
+
+def _use(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _load(kernel: Any) -> None:
+    """Load a kernel, or what is promised to be one. Its launcher, which Triton writes in C, may be compiled
+    too."""
+    loaded = kernel.result() if hasattr(kernel, "result") else kernel
+    loaded._init_handles()

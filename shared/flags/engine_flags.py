@@ -269,6 +269,11 @@ class EngineFlags:
     """Without it short prompts wait for the CPU. Long prompts wait for the GPU, so graphs gain nothing
     there."""
 
+    kernel_cache: str | None = flag(
+        SERVER, None, "File of compiled kernels, which `diptych warm` wrote on a GPU of this kind."
+    )
+    """It contains programs. A file for another GPU, torch, Triton, FlashInfer or source is ignored, with one
+    line that names the difference."""
     skip_warmup: bool = flag(
         SERVER, False, "Compile kernels when they are first used, and serve without warm-up requests."
     )

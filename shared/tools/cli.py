@@ -22,6 +22,7 @@ from diptych.shared.tools.commands import (
     serve,
     soak,
     tune,
+    warm,
 )
 
 
@@ -58,6 +59,7 @@ app.command("quantize")(quantize.quantize)
 app.command("convert")(convert.convert)
 app.command("soak")(soak.soak)
 app.command("tune")(tune.tune)
+app.command("warm")(warm.warm)
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
 
