@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.attention.default import DefaultAttention
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner
-from diptych.optimized.graphs.rehearsal import prefill_batches, sampling_infos
+from diptych.optimized.graphs.rehearsal import attention_of_rehearsal, prefill_batches, sampling_infos
 from diptych.optimized.graphs.steps import Steps
 from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.tiers.host_pool import HostPool
@@ -104,24 +104,24 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
         if self.kv_pool.device.type == "cuda" and not config.skip_warmup and config.pp == 1:
             start = time.perf_counter()
             with compile_ahead():
-                self.rehearse(config, sampler, num_token_ids, has_graphs=graphs is not None)
+                self.rehearse(config, sampler, num_token_ids)
             self.compile_seconds = time.perf_counter() - start
         if graphs is not None:
             self.steps.capture(graphs, self.capture_hidden, sampler, num_token_ids)
 
     @torch.inference_mode()
-    def rehearse(self, config: EngineConfig, sampler: Sampler, num_token_ids: int, has_graphs: bool) -> None:
+    def rehearse(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         """Launch an example of each kernel variant of steps, in `compile_ahead`."""
-        if has_graphs:
-            self.steps.rehearse(self.capture_hidden, sampler, num_token_ids)
         logits = None
-        for batch in prefill_batches(config, self.steps.num_prefill_tokens, self.kv_pool.device):
-            if self.lora is not None:
-                self.lora.prepare(batch)
-            logits = self._forward(batch).next_token_logits[:1, :num_token_ids]
+        with attention_of_rehearsal(self, *self.kinds):
+            self.steps.rehearse(self.capture_hidden, sampler, num_token_ids)
+            for batch in prefill_batches(config, self.steps.num_prefill_tokens, self.kv_pool.device):
+                if self.lora is not None:
+                    self.lora.prepare(batch)
+                logits = self._forward(batch).next_token_logits
         assert logits is not None
         for info in sampling_infos(num_token_ids, self.kv_pool.device):
-            sampler.sample(logits, info, logits.new_zeros(1, dtype=torch.int64))
+            sampler.sample(logits[:1, :num_token_ids], info, logits.new_zeros(1, dtype=torch.int64))
 
     def _graphs(self) -> CudaGraphs | None:
         return graphs_of_runner(self.model, self.kv_pool.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from diptych.optimized.graphs.batch_steps import BatchSteps, Results, capture_batch_steps
@@ -61,10 +59,10 @@ class AllSteps:
         return max(self.prefill[0].tokens.sizes, default=0)
 
     def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
-        """Launch what the graphs will contain, in `compile_ahead`."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the capture warns
-            self.capture(Rehearsal(), layers, sampler, num_token_ids)
+        """Launch what graphs contain, or would contain, in `compile_ahead`."""
+        graphs = Rehearsal()
+        capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
+        capture_prefill_steps(self.prefill, graphs, layers)
         for batch_steps in (self.decode, *self.verify):
             batch_steps.by_size.clear()
         for extend_steps in self.prefill:

@@ -8,14 +8,19 @@ requests launch no other variant.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.modeling.forward import attention_output
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.to_device import vectors_to_device
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
+from diptych.shared.types.attention import AttentionLayer
 
 NUM_REQUESTS = (1, 2, 3, 4, 5, 17, 33, 65, 257, 1025)
 """Kernels for few rows have other tiles from each of these numbers on."""
@@ -50,6 +55,47 @@ def prefill_batches(config: EngineConfig, num_captured: int, device: torch.devic
         if num_requests <= min(config.max_running_requests, most):
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
+
+
+@contextmanager
+def attention_of_rehearsal(*owners: Any) -> Iterator[None]:
+    """Within the block, `attention` of the owners computes nothing if it does not consist of kernels that
+    `compile_ahead` or FlashInfer compiles: reference and flex_attention, which do not run in graphs either,
+    would compute long prompts with much memory."""
+    attention = owners[0].attention
+    prefill = getattr(attention, "prefill_backend", attention)
+    if attention.supports_cuda_graph and prefill.supports_cuda_graph:
+        yield
+        return
+    for owner in owners:
+        owner.attention = NoAttention()
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.attention = attention
+
+
+class NoAttention(AttentionBackend):
+    """Leaves its output as it is."""
+
+    def __init__(self) -> None:
+        """It needs no pools."""
+
+    def plan(self, forward_batch: ForwardBatch) -> None:
+        """No plan."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attention_output(q, layer, out)
 
 
 def prompts(lens: list[int], device: torch.device) -> ForwardBatch:

@@ -29,8 +29,9 @@ OF_CTA = 1024  # bytes of shared memory for the system
 def prefer_l1(launched: Any, num_ctas: int = 0) -> None:
     """`launched`: what `kernel[grid](...)` returned. It applies to later launches of
     that kernel, and to graphs captured afterwards. The shared memory is that of
-    num_ctas CTAs on a multiprocessor; 0: the least there is."""
-    if not INTERPRETED and torch.version.cuda is not None:
+    num_ctas CTAs on a multiprocessor; 0: the least there is. None: the kernel was
+    only compiled, in `compile_ahead`."""
+    if launched is not None and not INTERPRETED and torch.version.cuda is not None:
         _ask(launched.function, num_ctas * (launched.metadata.shared + OF_CTA))
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 128}
 FLAGS: list[Any] = [
     {"model": "tiny-moe", **MIXED},
+    {"model": "tiny-dense", "use": {"attention": "reference"}},
     pytest.param({"model": "tiny-dense"}, marks=pytest.mark.full),
     pytest.param(
         {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16}, marks=pytest.mark.full
@@ -39,7 +40,7 @@ def test_requests_launch_no_other_variant(flags: dict[str, Any], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["new"] == []
-    assert 40 <= found["known"] <= 120
+    assert 30 <= found["known"] <= 120
     # Compiled once, then read from the folder, which is no compilation.
     assert found["counts"] == [[1, 1], [1, 2]]
 
