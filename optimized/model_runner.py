@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.attention.default import DefaultAttention
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner
-from diptych.optimized.graphs.rehearsal import attention_of_rehearsal, prefill_batches, sampling_infos
+from diptych.optimized.graphs.rehearsal import attention_of_rehearsal, sampling_infos
 from diptych.optimized.graphs.steps import Steps
 from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.tiers.host_pool import HostPool
@@ -101,7 +101,9 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
         self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows)
         self.kinds = self.steps.kinds
         graphs = None if config.disable_cuda_graph else self._graphs()
-        if self.kv_pool.device.type == "cuda" and not config.skip_warmup and config.pp == 1:
+        # Elsewhere the ranks exchange tokens of a batch, which an example does not have.
+        is_plain = config.pp == config.ep == 1 and not config.dp_attention
+        if self.kv_pool.device.type == "cuda" and not config.skip_warmup and is_plain:
             start = time.perf_counter()
             with compile_ahead():
                 self.rehearse(config, sampler, num_token_ids)
@@ -115,13 +117,14 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
         logits = None
         with attention_of_rehearsal(self, *self.kinds):
             self.steps.rehearse(self.capture_hidden, sampler, num_token_ids)
-            for batch in prefill_batches(config, self.steps.num_prefill_tokens, self.kv_pool.device):
+            for batch in self.steps.other_batches(config):
                 if self.lora is not None:
                     self.lora.prepare(batch)
                 logits = self._forward(batch).next_token_logits
         assert logits is not None
-        for info in sampling_infos(num_token_ids, self.kv_pool.device):
-            sampler.sample(logits[:1, :num_token_ids], info, logits.new_zeros(1, dtype=torch.int64))
+        for info in sampling_infos(config.max_running_requests, num_token_ids, self.kv_pool.device):
+            rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
+            sampler.sample(rows, info, torch.zeros_like(info.seeds))
 
     def _graphs(self) -> CudaGraphs | None:
         return graphs_of_runner(self.model, self.kv_pool.device)

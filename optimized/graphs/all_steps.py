@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from diptych.optimized.graphs.batch_steps import BatchSteps, Results, capture_batch_steps
@@ -9,12 +11,14 @@ from diptych.optimized.graphs.cuda_graph import CudaGraphs, Rehearsal, warn_of_l
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_steps
 from diptych.optimized.graphs.mixed_graph import MixedSteps
+from diptych.optimized.graphs.rehearsal import decode_batches, prefill_batches
 from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
 from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.types import ForwardBatch
 
 
 class AllSteps:
@@ -53,10 +57,11 @@ class AllSteps:
         """List the kinds in the order in which they are tried: prefill steps take mixed ones too."""
         return self.decode, *self.verify, *self.prefill[::-1]
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """The most tokens of a prefill step in a graph."""
-        return max(self.prefill[0].tokens.sizes, default=0)
+    def other_batches(self, config: EngineConfig) -> Iterator[ForwardBatch]:
+        """Examples of the steps that no graph contains as a whole."""
+        num_tokens = max(self.prefill[0].tokens.sizes, default=0)
+        yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
+        yield from decode_batches(config, self.decode.max_bs, self.device)
 
     def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
         """Launch what graphs contain, or would contain, in `compile_ahead`."""

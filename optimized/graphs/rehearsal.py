@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from diptych.shared.config import EngineConfig
+from diptych.optimized.graphs.decode_graph import captured_batch_sizes
+from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
@@ -24,8 +26,10 @@ from diptych.shared.types.attention import AttentionLayer
 
 NUM_REQUESTS = (1, 2, 3, 4, 5, 17, 33, 65, 257, 1025)
 """Kernels for few rows have other tiles from each of these numbers on."""
-TOKENS_EACH = (8, 16, 32, 64, 128)
-"""of a prompt: attention has tiles of so many queries."""
+BATCH_SIZES = (1, 65, 1025)
+"""of prompts: attention looks for a request among so many (`portable.prompts_block`)."""
+TILE_ROWS = (16, 32, 64, 128)
+"""Query heads of a KV head and of a prompt's tokens, together: attention has tiles of so many."""
 NUM_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Prefill steps beyond the captured ones: a layer of experts chooses its tiles by them."""
 SAMPLING: tuple[dict[str, object], ...] = (
@@ -40,21 +44,33 @@ SAMPLING: tuple[dict[str, object], ...] = (
 """One batch with each: kernels of sampling differ."""
 
 
-def prefill_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
+def prefill_batches(
+    config: EngineConfig, model: ModelConfig, num_captured: int, device: torch.device
+) -> Iterator[ForwardBatch]:
     """Prefill steps that run without a graph, or whose attention does. num_captured: the most tokens of a
     step in a graph."""
     assert config.context_len is not None
     most = config.max_prefill_tokens
     if config.chunked_prefill_size is not None:
         most = min(most, config.chunked_prefill_size)
-    cases = [(max(min(num_captured, most), n), n) for n in NUM_REQUESTS]
-    cases += [(min(n, most), 1) for n in TOKENS_EACH]
-    cases += [(n, 1) for n in (num_captured + 1, *NUM_TOKENS, most) if num_captured < n <= most]
+    group = model.num_qo_heads // model.num_kv_heads
+    cases = [(min(num_captured + n, most), n) for n in NUM_REQUESTS]
+    cases += [(n * max(rows // group, 1), n) for n in BATCH_SIZES for rows in TILE_ROWS]
+    if model.moe is not None:
+        cases += [(n, 1) for n in (*NUM_TOKENS, most) if num_captured < n]
     for num_tokens, num_requests in cases:
-        num_requests = max(num_requests, -(-num_tokens // config.context_len))
-        if num_requests <= min(config.max_running_requests, most):
+        num_tokens = min(num_tokens, num_requests * config.context_len)
+        if num_requests <= min(config.max_running_requests, num_tokens) and num_tokens <= most:
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
+
+
+def decode_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
+    """Decode steps of more requests than are captured."""
+    sizes = captured_batch_sizes(config.updated(cuda_graph_bs=None, cuda_graph_max_bs=None))
+    for size in dict.fromkeys((*sizes, config.max_running_requests)):
+        if num_captured < size <= config.max_running_requests:
+            yield replace(prompts([1] * size, device), forward_mode=ForwardMode.DECODE)
 
 
 @contextmanager
@@ -112,8 +128,11 @@ def prompts(lens: list[int], device: torch.device) -> ForwardBatch:
     )  # fmt: skip
 
 
-def sampling_infos(num_token_ids: int, device: torch.device) -> Iterator[SamplingBatchInfo]:
-    """Each kind of sampling, of one request, which launches what any number of requests does."""
+def sampling_infos(max_rows: int, num_token_ids: int, device: torch.device) -> Iterator[SamplingBatchInfo]:
+    """Each kind of sampling, of numbers of requests up to `max_rows`."""
     for fields in SAMPLING:
         params = SamplingParams(max_new_tokens=4, ignore_eos=True, **fields)  # type: ignore[arg-type]
-        yield make_sampling_batch_info([Req("example", [0], params, seed=0)], num_token_ids, device)
+        req = Req("example", [0], params, seed=0)
+        for num_rows in (1, 17, 65, 257, 1025):
+            if num_rows <= max_rows:
+                yield make_sampling_batch_info([req] * num_rows, num_token_ids, device)

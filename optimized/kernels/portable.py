@@ -66,13 +66,19 @@ def interpreted_rows(num_rows: int) -> int:
     return min(triton.next_power_of_2(max(num_rows, 1)), 64) if INTERPRETED else 0
 
 
-def batch_block(batch_size: int, least: int = 16) -> int:
+def batch_block(batch_size: int, least: int = 16, factor: int = 4) -> int:
     """The number of requests that a CTA looks at to find its own: at least `batch_size`. Each number is a
-    kernel of its own, so there are few: a scan over four times as many takes no noticeable time."""
+    kernel of its own, so there are few: a scan over four times as many takes no noticeable time. Kernels with
+    several tiles multiply with it, and have still fewer: `prompts_block`."""
     size = least
     while size < batch_size:
-        size *= 4
+        size *= factor
     return size
+
+
+def prompts_block(batch_size: int) -> int:
+    """`batch_block` of a prefill kernel, whose CTAs work for longer."""
+    return batch_block(batch_size, 64, 16)
 
 
 class Gpu(NamedTuple):

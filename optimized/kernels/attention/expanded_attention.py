@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, capped, dot
-from diptych.optimized.kernels.portable import INTERPRETED, batch_block, gpu_of, rounded
+from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, prompts_block, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size"])
@@ -152,7 +152,7 @@ def expanded_attention(
         q.stride(0), q.stride(1), kv.stride(0), k_rope.stride(0), 0 if out is None else out.stride(0),
         NUM_HEADS=num_heads, NOPE=nope, ROPE=rope, V_DIM=v_head_dim,
         BLOCK_M=block_m, BLOCK_K=blocks[0], BLOCK_R=blocks[1], BLOCK_V=blocks[2], BLOCK_N=block_n,
-        BLOCK_BS=batch_block(batch_size), IS_CAUSAL=is_causal, HAS_STATE=has_state,
+        BLOCK_BS=prompts_block(batch_size), IS_CAUSAL=is_causal, HAS_STATE=has_state,
         IS_LAST=out is not None, PRECISION="ieee" if is_float32 else "tf32",
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from diptych.optimized.kernels.attention.paged_softmax import (
     scores_of,
     slots_at,
 )
-from diptych.optimized.kernels.portable import INTERPRETED, Gpu, batch_block, gpu_of, pdl_options, rounded
+from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, prompts_block, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -202,7 +202,7 @@ def extend_attention(
         v_buffer.stride(0), v_buffer.stride(1), out.stride(0), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_D=block_d, **tile,
-        BLOCK_BS=batch_block(batch_size),
+        BLOCK_BS=prompts_block(batch_size),
         HAS_MASK=mask is not None, HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **pdl_options(q),

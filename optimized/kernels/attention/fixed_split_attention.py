@@ -27,7 +27,7 @@ from diptych.optimized.kernels.attention.paged_softmax import (
     scores_of,
     slots_at,
 )
-from diptych.optimized.kernels.portable import Gpu, batch_block, gpu_of, pdl_options, rounded
+from diptych.optimized.kernels.portable import Gpu, gpu_of, pdl_options, prompts_block, rounded
 
 SPLIT = 512
 """Keys of a split: a multiple of every BLOCK_N."""
@@ -282,7 +282,7 @@ def fixed_split_attention(
         batch_size, num_splits, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
-        PAGE_SIZE=page_size, BLOCK_BS=16 if is_decode else batch_block(batch_size),
+        PAGE_SIZE=page_size, BLOCK_BS=16 if is_decode else prompts_block(batch_size),
         IS_DECODE=is_decode, IS_PART=in_parts,
         HAS_CAP=logit_cap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **sizes, **tile, **options,

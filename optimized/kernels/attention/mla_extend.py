@@ -24,7 +24,7 @@ from diptych.optimized.kernels.attention.mla_decode import (
     tile_of,
 )
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, slots_at
-from diptych.optimized.kernels.portable import INTERPRETED, batch_block, gpu_of, rounded
+from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, prompts_block, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size", "tail"])
@@ -142,7 +142,7 @@ def mla_extend(
         batch_size, tail, scale * kv_scale, kv_scale, q.stride(0), q.stride(1), req_to_token.stride(0),
         NUM_HEADS=num_qo_heads, STRIDE=rows.stride(0), RANK=kv_lora_rank, ROPE=rope, PAGE_SIZE=page_size,
         BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_N=min(tile.block_n, 32),
-        BLOCK_BS=batch_block(batch_size), MASK=kind,
+        BLOCK_BS=prompts_block(batch_size), MASK=kind,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8, num_stages=tile.num_stages,
     )  # fmt: skip

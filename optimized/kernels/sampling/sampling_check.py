@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.portable import gpu_of
+from diptych.optimized.kernels.portable import batch_block, gpu_of
 from diptych.optimized.kernels.sampling.sampling_noise import gumbel64, noise_state, scaled_logits
 from diptych.optimized.kernels.sampling.sampling_pick import Picked, floor_of
 from diptych.optimized.kernels.sampling.sampling_scan import WIDTH, Scan, readable_columns
@@ -62,7 +62,10 @@ def _settle(
     return token_id
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "num_slices"])
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "num_slices"],
+    do_not_specialize_on_alignment=["slice_best_ptr"],
+)
 def _check_kernel(
     logits_ptr, seeds_ptr, positions_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     largest_ptr, totals_ptr, slice_best_ptr, proposed_ptr, proposed_ids_ptr, counters_ptr,
@@ -130,6 +133,6 @@ def check(
         picked.counters, torch.empty(num_rows, num_slices, dtype=torch.int32, device=logits.device),
         logits.new_empty(num_rows, num_slices, 2), picked.token_ids, logits.stride(0), num_rows,
         vocab_size, readable_columns(logits), num_slices, SIZE=scanned.depth * WIDTH,
-        SLICES=triton.next_power_of_2(num_slices), ROWS=triton.next_power_of_2(max(num_rows, 1)),
+        SLICES=triton.next_power_of_2(num_slices), ROWS=batch_block(num_rows),
         num_warps=8, maxnreg=128,
     )  # fmt: skip

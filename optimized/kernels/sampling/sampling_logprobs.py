@@ -152,7 +152,7 @@ def logprobs(logits: torch.Tensor, info: SamplingBatchInfo, scanned: Scan, picke
         log_totals, *output, num_gathered, logits.stride(0), vocab_size, num_groups,
         DEPTH=scanned.depth, WIDTH=WIDTH, LANES=scanned.lanes,
         GROUPS=triton.next_power_of_2(max(num_groups, 1)), MAX_GROUPS=MAX_GROUPS, CAPACITY=CAPACITY,
-        HEAD=triton.next_power_of_2(num_gathered) if num_gathered > 0 else 0, num_warps=8,
+        HEAD=MAX_TOP_K if num_gathered > 0 else 0, num_warps=8,
     )  # fmt: skip
     if not is_sorted:
         return output
