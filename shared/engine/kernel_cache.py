@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+
 from diptych.shared import hardware
 
 MANIFEST = "manifest.json"
@@ -27,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 def manifest() -> dict[str, str]:
     """What the kernels of this process are compiled for."""
-    import torch
-
     packages = {name: hardware.installed_version(name) or "none" for name in ("triton", "flashinfer-python")}
     source = hashlib.sha256()
     for file in sorted((ROOT / "optimized").rglob("*.py")):
@@ -52,8 +52,6 @@ def triton_folder() -> Path:
 
 def flashinfer_folder() -> Path:
     """Where unpacked modules of FlashInfer for this GPU are: NAME/NAME.so each."""
-    import torch
-
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
     major, minor = torch.cuda.get_device_capability()
     version = hardware.installed_version("flashinfer-python")
@@ -77,6 +75,12 @@ def pack(file: Path, triton: Path, modules: Path, made_for: dict[str, str]) -> i
             tar.add(path, f"flashinfer/{path.parent.name}/{path.name}")
             num += 1
     return num
+
+
+def use(file: str | None, device: torch.device) -> None:
+    """Unpack the file of an engine's flags, and say so."""
+    if file is not None and device.type == "cuda":
+        print(unpack(Path(file)), file=sys.stderr)
 
 
 def unpack(file: Path) -> str:

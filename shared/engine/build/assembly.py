@@ -7,11 +7,9 @@ graphs. Every object is complete when it is made; features change what is made, 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,8 +101,7 @@ def assemble(
     features = Features(plan)
     if plan.device.type == "cuda" and plan.device.index is not None:
         torch.cuda.set_device(plan.device)  # kernels run on the thread's current device
-    if plan.device.type == "cuda" and plan.config.kernel_cache is not None:
-        print(kernel_cache.unpack(Path(plan.config.kernel_cache)), file=sys.stderr)
+    kernel_cache.use(plan.config.kernel_cache, plan.device)
     phases.end("tokenizer")
     if plan.ranks is not None:  # a group's first collective may take memory
         warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1)
