@@ -51,8 +51,8 @@ class GptOss(Dialect):
     def text_format(self, text: dict[str, Any]) -> dict[str, Any]:
         return behind_analysis({"type": "tag", "begin": FINAL, "content": text, "end": ""})
 
-    def free_text(self, state: ReasoningState) -> tuple[str | None, str]:
-        return None, FINAL
+    def free_text(self, state: ReasoningState) -> tuple[str | None, str] | None:
+        return None if state == "closed" else (None, FINAL)
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One call in a message; its text beside it is thinking. Templates take it under that name."""

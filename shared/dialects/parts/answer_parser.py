@@ -59,6 +59,7 @@ class Stream(interface.Stream):
         self._text, self._at = "", 0
         self._raw: list[str] | None = None  # what was read of a call without a name
         self._space: list[str] = []  # behind the content that was given out
+        self._has_text = False  # whether content was given out since the last call
         self._skips_newlines = False
         self._events: list[tuple[tuple[Any, ...], list[str]]] = []
 
@@ -84,7 +85,8 @@ class Stream(interface.Stream):
                 return markers_of[found[0]]
             self._take(len(self._text) - self._num_held(markers_of, starts, longest), emit)
             if not (yield from self._more()):
-                self._take(len(self._text), None if self.is_cut and self._is_in_block else emit)
+                is_markup = self._is_in_block or (bool(self.tools) and not self._has_text)
+                self._take(len(self._text), None if self.is_cut and is_markup else emit)
                 return ""
 
     def accept(self, text: str) -> Steps[bool]:
@@ -181,6 +183,7 @@ class Stream(interface.Stream):
         if self.tools:
             kept = text.rstrip()
             if kept:
+                self._has_text = True
                 self._give(("content",), "".join(self._space) + kept)
                 self._space = []
             self._space.append(text[len(kept) :])
@@ -199,7 +202,7 @@ class Stream(interface.Stream):
         self._skips_newlines = True
 
     def call(self, name: str, call_id: str = "") -> None:
-        self._raw, self._space = None, []
+        self._raw, self._space, self._has_text = None, [], False
         self.has_call, self._skips_newlines, self.is_reasoning = True, False, False
         index = self.num_calls
         self.num_calls += 1

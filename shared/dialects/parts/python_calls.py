@@ -74,6 +74,8 @@ def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
         if (yield from stream.accept(closing)):
             stream.arguments("}" if is_dict else "]")
             return
+        if not (yield from stream.peek()):
+            raise NotACall
         stream.arguments(before)
         before = ", "
         if is_dict:

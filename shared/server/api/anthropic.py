@@ -20,6 +20,7 @@ from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
+from diptych.shared.server.api.chat_prompt import template_args_of
 from diptych.shared.server.api.field_table import without_ignored
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
@@ -173,7 +174,8 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
         check_model(body.model, state)
         chat = chat_request(body)
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
-        prompt = await state.prompts.of_messages(chat.messages, tools, dict(chat.chat_template_kwargs or {}))
+        args = template_args_of(chat, state.prompts)
+        prompt = await state.prompts.of_messages(chat.messages, tools, args)
         return {"input_tokens": len(prompt.ids)}
 
 
@@ -182,8 +184,6 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """The same conversation and sampling for /v1/chat/completions."""
-    if body.messages[-1].role == "assistant":
-        raise bad_request("the last message must not be the assistant's: it is not continued", "messages")
     if not body.tools and body.tool_choice.type in ("any", "tool"):
         raise bad_request("tool_choice needs tools", "tool_choice")
     messages = [message for turn in body.messages for message in _messages_of(turn)]
@@ -193,6 +193,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if system:
         messages.insert(0, Message(role="system", content=_text_of(system)))
     fields: dict[str, Any] = {"messages": messages, "model": body.model}
+    fields["continue_final_message"] = body.messages[-1].role == "assistant"
     if body.tools and body.tool_choice.type != "none":
         fields["tools"] = [
             Tool(

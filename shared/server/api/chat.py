@@ -11,7 +11,7 @@ from typing import Any
 
 from diptych.shared.dialects.parts.choose import reasoning_state, without_reasoning
 from diptych.shared.server.api.chat_choice import AnswerForm, ChatChoice, ReasoningCounter
-from diptych.shared.server.api.chat_prompt import PROMPT_FIELDS, last_answer, prompt_fields
+from diptych.shared.server.api.chat_prompt import PROMPT_FIELDS, last_answer, prompt_fields, template_args_of
 from diptych.shared.server.api.constraints import constrained
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation, Usage
@@ -36,12 +36,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     prompts = state.prompts
-    template_args = dict(body.chat_template_kwargs or {})
-    prompts.check_template_args(template_args)
-    if body.reasoning_effort is not None:
-        template_args.setdefault("reasoning_effort", body.reasoning_effort)
-    template_args["add_generation_prompt"] = body.add_generation_prompt
-    prompt = await prompts.of_messages(body.messages, tools, template_args)
+    prompt = await prompts.of_messages(body.messages, tools, template_args_of(body, prompts))
     images = await prompts.of_images(body.messages)
     length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = getattr(body, length_field)

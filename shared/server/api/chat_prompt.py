@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.logprob_fields import TokenTexts, prompt_entries
 from diptych.shared.server.api.protocol import ChatRequest
 from diptych.shared.server.engine.engine_client import Delta
+from diptych.shared.server.http.errors import bad_request
 
 PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 """Of the first chunk, and of a whole answer."""
+
+
+def template_args_of(body: ChatRequest, prompts: Prompts) -> dict[str, Any]:
+    """What the chat template gets beside messages and tools. 400 for a switch that is none, and for a message
+    that cannot be continued."""
+    args = dict(body.chat_template_kwargs or {})
+    prompts.check_template_args(args)
+    if body.reasoning_effort is not None:
+        args.setdefault("reasoning_effort", body.reasoning_effort)
+    if not body.continue_final_message:
+        return {**args, "add_generation_prompt": body.add_generation_prompt}
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last_answer(body):
+        raise bad_request(
+            "continue_final_message needs a last message of the assistant with text and without calls",
+            "messages",
+        )
+    return {**args, "add_generation_prompt": False, "continue_final_message": True}
 
 
 def prompt_fields(body: ChatRequest, prompt: list[int], texts: TokenTexts, first: Delta) -> dict[str, Any]:

@@ -91,17 +91,21 @@ class Prompts:
         num_images = sum(_is_image(part) for message in messages for part in _parts(message))
         config = self._need_vision() if num_images else None
 
+        markers = (self.dialect.reasoning or ())[:2]
+        is_continued = template_args.get("continue_final_message", False)
+
         def render() -> Conversation:
             prompt = tokenizer.conversation(
                 as_history(self.dialect, [_plain(message) for message in messages]),
                 tools=tools or None,
                 max_chars=self.max_text_bytes,
                 inert=self._inert,
-                ending_with=(self.dialect.reasoning or ())[:2],
+                ending_with=() if is_continued else markers,
                 **template_args,
             )
             ids = prompt.ids if config is None else expand_placeholders(prompt.ids, num_images, config)
-            return prompt._replace(ids=ids)
+            ending = markers[1] if markers and is_continued else prompt.ending  # the answer has begun
+            return Conversation(ids, ending)
 
         conversation: Conversation = await self._run("messages", render)
         return conversation

@@ -114,6 +114,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     echo: bool = False
     return_prompt_token_ids: bool = False
     include_reasoning: Literal[True] = True
