@@ -33,6 +33,7 @@ from diptych.shared.interfaces import (
     SchedulerStats,
     Transport,
 )
+from diptych.shared.parallel.channel import decoder
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page
 from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req, SamplingParams, StepOutput
@@ -64,7 +65,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Start | Failed).decode
+_decode = decoder(Start | Failed)
 
 
 class PrefillSide:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from diptych.reference.parallel.transport import Frame, Transport
-from diptych.shared.parallel.channel import Refused
+from diptych.shared.parallel.channel import Refused, decoder
 
 WAIT_SECONDS = 0.001
 """Seconds between two looks for the memory of the other end."""
@@ -37,6 +37,9 @@ class Place(msgspec.Struct, array_like=True):
 class SharedPool(msgspec.Struct):
     memories: list[Memory]
     places: list[Place]  # k and v of each layer, or the one buffer of both
+
+
+_decode = decoder(SharedPool)
 
 
 class SharedMemoryTransport(Transport):
@@ -74,7 +77,7 @@ class SharedMemoryTransport(Transport):
 
     def _apply(self, frame: Frame, payload: bytearray) -> None:
         if frame.kind == "memory":
-            shared = msgspec.msgpack.decode(payload, type=SharedPool)
+            shared: SharedPool = _decode(payload)
             storages = [self._map(memory) for memory in shared.memories]
             likes = self._layout * self.kv_pool.num_layers
             if len(shared.places) != len(likes):

@@ -30,7 +30,7 @@ import torch
 from diptych.shared.interfaces import transport as interface
 from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.interfaces.transport import TransferStatus
-from diptych.shared.parallel.channel import Channel, Refused
+from diptych.shared.parallel.channel import Channel, Refused, decoder
 
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -44,6 +44,9 @@ class Frame(msgspec.Struct):
     layer: int = 0
     pages: list[int] = []  # of the receiver
     layout: str = ""  # hello: what must be equal
+
+
+_decode = decoder(Frame)
 
 
 @dataclass
@@ -264,7 +267,7 @@ class Transport(interface.Transport):
         self.channel.send(msgspec.msgpack.encode(frame), payload)
 
     def _take_frame(self) -> tuple[Frame, bytearray]:
-        frame = msgspec.msgpack.decode(self.channel.receive(MAX_HEADER_BYTES), type=Frame)
+        frame = _decode(self.channel.receive(MAX_HEADER_BYTES))
         payload = self.channel.receive(self._num_bytes(frame))
         if frame.kind == "pages" and len(payload) != self._num_bytes(frame):
             raise Refused(f"{len(payload)} bytes for {len(frame.pages)} pages")

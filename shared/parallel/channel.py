@@ -19,8 +19,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import msgspec
 
 VERSION = b"diptych channel 1\n"
 MAX_BYTES = 2**30
@@ -30,6 +32,19 @@ MIN_SECRET_BYTES = 16
 Data = bytes | bytearray
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
+
+
+def decoder(kind: Any) -> Callable[[Data], Any]:
+    """A function that reads MessagePack of this type. It raises `ValueError` for anything else."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_any(data: Data) -> Any:
+        try:
+            return decode(data)
+        except RecursionError:
+            raise ValueError("the data are nested too deeply") from None
+
+    return decode_any
 
 
 class Refused(ConnectionError):

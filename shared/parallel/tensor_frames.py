@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from diptych.shared.parallel.channel import decoder
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +22,7 @@ class _Tensor(msgspec.Struct, array_like=True):
     data: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(list[_Tensor | None])
+_decode = decoder(list[_Tensor | None])
 
 
 def pack(tensors: Sequence[torch.Tensor | None]) -> bytes:
@@ -30,7 +32,7 @@ def pack(tensors: Sequence[torch.Tensor | None]) -> bytes:
 
 def unpack(data: bytes | bytearray) -> list[torch.Tensor | None]:
     """Raises `ValueError` for anything that `pack` has not made."""
-    return [None if frame is None else _tensor(frame) for frame in _decoder.decode(data)]
+    return [None if frame is None else _tensor(frame) for frame in _decode(data)]
 
 
 def _frame(x: torch.Tensor) -> _Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import Result
@@ -71,3 +72,31 @@ def test_seconds_must_have_an_end(diptych: Diptych, seconds: str) -> None:
     result = diptych("soak", "--model", "no-such-model", "--seconds", seconds)
     assert result.exit_code == 2
     assert result.stderr == f"error: --seconds must be finite and at least 0, got {float(seconds)}\n"
+
+
+# ---- servers whose processes are killed ----
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes by their variables")
+@pytest.mark.parametrize(
+    ("seconds", "flags"),
+    [
+        ("0", ("--mode", "engine apart", "--seed", "1")),
+        pytest.param("600", (), marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+    ],
+    ids=["short", "every mode"],
+)
+def test_servers_whose_processes_are_killed(diptych: Diptych, seconds: str, flags: tuple[str, ...]) -> None:
+    pytest.importorskip("fastapi")
+    result = diptych("soak", "--server", "--seconds", seconds, *flags)
+    assert result.exit_code == 0, result.output
+    assert " right answers, " in result.stdout
+
+
+def test_flags_of_servers_are_those_of_their_modes(diptych: Diptych) -> None:
+    result = diptych("soak", "--server", "--dtype", "float32")
+    assert result.exit_code == 2
+    assert "--server has the flags of its modes; --dtype has no effect" in result.stderr
+    result = diptych("soak", "--server", "--mode", "none")
+    assert result.exit_code == 2
+    assert "--mode must be one of one process, engine apart, dp" in result.stderr

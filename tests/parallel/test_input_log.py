@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.processes import input_log
 from diptych.shared.engine.processes.input_log import Call, CallClock, apply, decode, encode
 from diptych.shared.engine.processes.ranks import LeadScheduler
 from diptych.shared.parallel import channel
@@ -39,7 +40,7 @@ class Scheduler:
         return lambda *args: name
 
 
-def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
+def test_each_call_of_the_first_rank_is_sent_and_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _other_end = channel.pair()
     sent: list[bytes] = []
     follower = SimpleNamespace(call=sent.append, pipe=pipe)
@@ -59,6 +60,9 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     with pytest.raises(ValueError, match="only 3"):
         lead.run(choose, assembly, 3, [4])
     assert lead.run(choose, assembly, 4, [4]) == (assembly, 4)
+    with pytest.raises(ValueError, match="test_input_log:choose' is no function of the engine"):
+        decode(sent[-1])
+    monkeypatch.setattr(input_log, "PACKAGE", "")
     for call in map(decode, sent[-2:]):  # on another rank, which does not end by what rank 0 raises
         made.clear()
         apply(call, Scheduler(), None, assembly)

@@ -168,7 +168,9 @@ def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
 
     assert num_cached("a", "b") == [0, 0]
     assert min(num_cached("c", "d")) > 0
+    assert controller.stats().num_used_tokens > 0
     assert controller.flush_cache()
+    assert controller.stats().num_used_tokens == 0
     assert num_cached("e", "f") == [0, 0]
 
 

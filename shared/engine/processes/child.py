@@ -183,7 +183,7 @@ class Inbox:
                     self._calls.put(call)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             pass  # the parent has ended, or has closed this process's pipe
-        except (OSError, ValueError) as error:
+        except Exception as error:
             code = 1
             print(f"a call cannot be read: {error}", file=sys.stderr, flush=True)
         self.leave(code)

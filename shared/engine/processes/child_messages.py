@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from diptych.shared.interfaces import SchedulerStats
+from diptych.shared.parallel.channel import Refused, decoder
 from diptych.shared.parallel.collective_log import Entry
 from diptych.shared.types import FinishReason, StepOutput
 
@@ -37,11 +38,14 @@ class StepReport(msgspec.Struct, tag=True):
     start_times: dict[str, tuple[float, float | None]]  # of requests that are new: arrival, first step
 
     def all_outputs(self) -> list[StepOutput]:
-        """The outputs, with their reasons."""
+        """The outputs, with their reasons. Raises `Refused` for a reason that is none."""
         for output in self.outputs:
             if output.rid in self.reasons:
                 name, values = self.reasons[output.rid]
-                output.finished_reason = REASONS[name](*values)
+                try:
+                    output.finished_reason = REASONS[name](*values)
+                except (KeyError, TypeError):
+                    raise Refused(f"{name!r:.100} is no reason of an end") from None
         return self.outputs
 
 
@@ -59,4 +63,4 @@ def step_report(
 
 Answer = Ready | Report | StepReport
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Answer).decode
+decode = decoder(Answer)

@@ -15,9 +15,14 @@ import msgspec
 from diptych.shared import registry
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler
+from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import Req, SamplingParams
 
 Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run"]
+
+
+PACKAGE = "diptych."
+"""Of the functions of `run`."""
 
 
 class Request(msgspec.Struct):
@@ -47,7 +52,7 @@ class Call(msgspec.Struct):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Call)
+_decode = decoder(Call)
 
 
 def encode(call: Call) -> bytes:
@@ -59,8 +64,11 @@ def encode(call: Call) -> bytes:
 
 
 def decode(data: bytes | bytearray) -> Call:
-    """Raises `msgspec.ValidationError` for anything but a Call."""
-    return _decoder.decode(data)
+    """Raises `ValueError` for anything but a Call, and for one of a function of another package."""
+    call: Call = _decode(data)
+    if call.method == "run" and not call.function.startswith(PACKAGE):
+        raise ValueError(f"{call.function!r:.100} is no function of the engine")
+    return call
 
 
 class CallClock:

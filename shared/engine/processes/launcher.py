@@ -26,7 +26,7 @@ from diptych.shared.engine.build.settings import default_device
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.ranks import TIME_LIMIT, assemble_lead, follow
-from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect
+from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect, decoder
 from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store, open_store
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class Hello(msgspec.Struct):
     rank: int
     flags: dict[str, Any] = {}
     path: str | None = None
+
+
+_decode = decoder(Hello)
 
 
 def follow_if_launched(config: EngineConfig) -> None:
@@ -106,7 +109,7 @@ def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> l
         except queue.Empty:
             missing = [rank for rank in range(1, config.num_ranks) if rank not in found]
             raise EngineProcessEnded(f"ranks {missing} do not connect with the cluster's secret") from None
-        rank = msgspec.msgpack.decode(pipe.receive(), type=Hello).rank
+        rank = _decode(pipe.receive()).rank
         if rank in found or not 0 < rank < config.num_ranks:
             raise ValueError(f"two processes, or a wrong one, connect as rank {rank}")
         pipe.send(msgspec.msgpack.encode(Hello(0, asdict(config), path)))
@@ -120,7 +123,7 @@ def _follow_rank_0(config: EngineConfig) -> NoReturn:
     host, port = store.get("address").decode().split()
     pipe = connect(host, int(port), secret)
     pipe.send(msgspec.msgpack.encode(Hello(rank)))
-    hello = msgspec.msgpack.decode(pipe.receive(), type=Hello)
+    hello = _decode(pipe.receive())
     config = EngineConfig(**hello.flags)
     if hello.path is not None:
         store = open_store(hello.path, config.num_ranks)

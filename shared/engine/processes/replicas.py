@@ -5,6 +5,7 @@ The first replica works in this process, the others in processes of their own. E
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -159,6 +160,7 @@ class Controller(Scheduler):
             return False
         for replica in range(1, len(self.loads)):
             self.call(replica, "flush_cache")  # one that has ended does not mind
+        self._stats = [stats._replace(num_used_tokens=0, num_evictable_tokens=0) for stats in self._stats]
         return True
 
     def state(self) -> SchedulerState:
@@ -213,18 +215,17 @@ class Controller(Scheduler):
 
     def receive(self, other: Child) -> list[StepOutput]:
         """The outputs of a replica's step, or the ends of its requests if it has ended."""
-        try:
-            report: Any = other.receive()
-        except (EOFError, OSError):
-            report = None
-        number = 1 + self.others.index(other)
+        number, report, outputs = 1 + self.others.index(other), None, list[StepOutput]()
+        with contextlib.suppress(EOFError, OSError):
+            report = other.receive()
+            outputs = report.all_outputs() if isinstance(report, StepReport) else []
         if isinstance(report, StepReport):
             self._stats[number - 1] = report.stats
             for rid, (arrival_time, run_start_time) in report.start_times.items():
                 req = self._reqs.pop(rid, None)
                 if req is not None:
                     req.arrival_time, req.run_start_time = arrival_time, run_start_time
-            return report.all_outputs()
+            return outputs
         problem = other.describe_end()
         return self.lose(number, f"{problem}: {report.error}" if isinstance(report, Report) else problem)
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from diptych.shared.config.vision_config import VisionConfig
+from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import (
     FinishAbort,
     FinishError,
@@ -179,8 +180,8 @@ FromEngine = Ready | Outputs | Reply | Heartbeat | Dead
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+_to_engine, _anything = decoder(ToEngine), decoder(Any)
+decode_from_engine = decoder(FromEngine)
 
 
 def finish_of(reason: FinishReason) -> Finish:
@@ -216,8 +217,12 @@ def reason_of(finish: Finish) -> FinishReason:
 
 
 def decode_to_engine(data: bytes) -> ToEngine | Unreadable:
+    """Raises `ValueError` for what is no message at all."""
     try:
-        message: ToEngine = _to_engine.decode(data)
+        message: ToEngine = _to_engine(data)
     except msgspec.ValidationError as error:
-        return Unreadable(msgspec.msgpack.decode(data)["rid"], str(error))
+        found = _anything(data)
+        if not (isinstance(found, dict) and isinstance(found.get("rid"), str)):
+            raise
+        return Unreadable(found["rid"], str(error))
     return message

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,6 +88,8 @@ class BodyLimit:
         except ApiError as raised:
             if raised is not refusal:
                 raise
+        except ClientDisconnect:
+            pass  # before its body was there: nobody reads an answer
         if refusal is not None:
             await self._refuse(refusal, scope, receive, send)
 

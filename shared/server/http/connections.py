@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -57,6 +59,15 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # a request is there
             self._unwatch()
+
+    def send_400_response(self, msg: str) -> None:
+        """What follows a request is none. That request has no other answer then, or an unfinished one."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        with contextlib.suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
@@ -127,7 +138,9 @@ async def until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     finally:
         for each in (task, watcher):
             each.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        # The watcher ends with the answer at the latest: `asyncio.wait_for`, below, can miss its cancellation.
+        watcher.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

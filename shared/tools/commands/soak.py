@@ -31,16 +31,39 @@ def soak(
     acts: Annotated[
         int, typer.Option(min=1, help="What happens in a round, aside from its end.", rich_help_panel="Load")
     ] = 120,
+    server: Annotated[
+        bool,
+        typer.Option("--server", help="Servers, whose processes are killed.", rich_help_panel="Load"),
+    ] = False,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --server, may be repeated. Default: all modes in turn.",
+            rich_help_panel="Load",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run rounds with random flags and random requests, streamed, aborted, dropped and retracted. All
     invariants are checked after every step, and each answer is compared with that of the request alone.
     Computes in float32; flags given here apply in every round.
+
+    With --server a round starts `diptych serve` in one of its modes on a CPU, and kills its processes at
+    random moments: answers are right or errors, and no process, file or slot of a pool is left.
 
     Exit status 0: no failure; 1: a round failed; 2: nothing could be compared.
     `--seed N --seconds 0` repeats round N.
     """
     if not 0 <= seconds < math.inf:  # 0: one round
         raise ValueError(f"--seconds must be finite and at least 0, got {seconds}")
+
+    if server:
+        if engine.to_flags():
+            raise ValueError(
+                f"--server has the flags of its modes; --{next(iter(engine.to_flags()))} has no effect"
+            )
+        _soak_servers(mode, seconds, seed)
+        return
 
     from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
 
@@ -67,6 +90,29 @@ def soak(
             f"nothing was compared: no round of {acts} acts had an answer; raise --acts or --seconds"
         )
     print(f"rounds: {number - seed}; {sentence(total)}")
+
+
+def _soak_servers(modes: list[str] | None, seconds: float, seed: int) -> None:
+    try:
+        from diptych.shared.tools.conformance.whole_engine.chaos import MODES, Chaos, Tally
+    except ImportError as error:
+        raise ImportError(f"servers need {error.name}: pip install 'diptych[server]'") from None
+
+    chaos, tally, number = Chaos(modes or [*MODES]), Tally(), seed
+    deadline = time.monotonic() + seconds
+    progress = Progress()
+    try:
+        while number == seed or (seconds and time.monotonic() < deadline):
+            with progress.round(f"round {number}"):
+                chaos.round(number, tally, progress.update)
+            number += 1
+    except KeyboardInterrupt:
+        print(f"interrupted; rounds: {tally.num_rounds}; {tally}")
+        raise typer.Exit(130) from None
+    except AssertionError as error:
+        print(f"round {number} failed after {tally.num_rounds} good ones: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"rounds: {tally.num_rounds}; {tally}")
 
 
 def sentence(tally: Any) -> str:
