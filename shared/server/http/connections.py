@@ -138,7 +138,7 @@ async def until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     finally:
         for each in (task, watcher):
             each.cancel()
-        # The watcher ends with the answer at the latest: `asyncio.wait_for`, below, can miss its cancellation.
+        # The watcher ends with the answer at the latest: `asyncio.wait_for` can miss a cancellation.
         watcher.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.gather(task, return_exceptions=True)
 
