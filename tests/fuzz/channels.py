@@ -118,7 +118,7 @@ def handshakes() -> tuple[Case, Callable[[], None]]:
 
 
 def proved_frames() -> tuple[Case, Callable[[], None]]:
-    """Frames of a proved channel that somebody has changed on their way: none arrives."""
+    """Frames of a proved channel that a third process has changed on their way: none arrives."""
     listener = Listener("127.0.0.1", SECRET)
 
     def case(rng: random.Random) -> None:

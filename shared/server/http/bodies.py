@@ -89,7 +89,7 @@ class BodyLimit:
             if raised is not refusal:
                 raise
         except ClientDisconnect:
-            pass  # before its body was there: nobody reads an answer
+            pass  # before its body was there: the client reads no answer
         if refusal is not None:
             await self._refuse(refusal, scope, receive, send)
 

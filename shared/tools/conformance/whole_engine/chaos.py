@@ -1,7 +1,7 @@
 """Chaos: real servers under load, whose processes are killed at random moments.
 
 A round starts a server in one mode. Clients ask all the time. Processes whose loss a server survives are
-killed first, then one whose loss ends it, or it is told to end. No text is wrong, no client waits for ever,
+killed first, then one whose loss ends it, or it gets SIGTERM. No text is wrong, no client waits for ever,
 nothing is left: no slot of a pool, no open file, no process.
 """
 
