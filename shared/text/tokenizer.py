@@ -194,12 +194,16 @@ class Tokenizer:
     def check_template_args(self, names: Iterable[str]) -> None:
         """Raise `ValueError` for a name that is no switch of the template, but a parameter of `chat` or of
         `transformers`: among these is the template itself."""
+        for name in names:
+            if name in self._reserved and name not in TEMPLATE_DATA:
+                raise ValueError(f"{name!r} is no switch of the chat template: the name is reserved")
+
+    @cached_property
+    def _reserved(self) -> set[str]:
         reserved = {"self", "conversations"}
         for function in (self.chat, self.conversation, self.render, self.hf_tokenizer.apply_chat_template):
             reserved |= set(inspect.signature(function).parameters)
-        for name in names:
-            if name in reserved and name not in TEMPLATE_DATA:
-                raise ValueError(f"{name!r} is no switch of the chat template: the name is reserved")
+        return reserved
 
     def token_to_id(self, token: str) -> int | None:
         token_id = self.hf_tokenizer.convert_tokens_to_ids(token)

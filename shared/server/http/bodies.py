@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anyio
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -60,16 +61,16 @@ class BodyLimit:
         """The application may turn the exception that ends its reading into an answer of its own. That one is
         dropped."""
         num_bytes, is_read, refusal = 0, False, None
-        end = asyncio.get_running_loop().time() + self.seconds
+        end = anyio.current_time() + self.seconds
 
         async def bounded_receive() -> Message:
             nonlocal num_bytes, is_read, refusal
             if is_read:  # it waits for the client's leave
                 return await receive()
             try:
-                left = end - asyncio.get_running_loop().time()
-                message = await asyncio.wait_for(receive(), max(left, 0.001))
-            except asyncio.TimeoutError:
+                with anyio.fail_after(max(end - anyio.current_time(), 0.001)):  # without a task for each message
+                    message = await receive()
+            except TimeoutError:
                 refusal = ApiError(408, f"the body did not arrive within {self.seconds:g} s")
                 raise refusal from None
             num_bytes += len(message.get("body", b""))

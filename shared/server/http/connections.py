@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+import anyio
 import h11
 import uvicorn
 from starlette.requests import Request
@@ -116,11 +117,12 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def bounded_send(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._write_timeout)
+            with anyio.fail_after(self._write_timeout):  # without a task for each piece
+                await send(message)
 
         try:
             await super().__call__(scope, receive, bounded_send)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass  # the connection is closed without an end of the stream
         finally:
             await self._source.aclose()  # type: ignore[attr-defined]
@@ -138,7 +140,7 @@ async def until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     finally:
         for each in (task, watcher):
             each.cancel()
-        # The watcher ends with the answer at the latest: `asyncio.wait_for` can miss a cancellation.
+        # The watcher ends with the answer at the latest; what it reads through may miss a cancellation.
         watcher.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.gather(task, return_exceptions=True)
 
