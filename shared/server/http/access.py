@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -142,6 +143,7 @@ class Guard:
             raise ApiError(403, "pages of other sites may not use a server without API keys")
 
 
+@lru_cache
 def _name_of(host: str) -> str:
     """Remove the port of a host. "" for what is no host."""
     try:
@@ -150,6 +152,7 @@ def _name_of(host: str) -> str:
         return ""
 
 
+@lru_cache
 def is_address(name: str) -> bool:
     """An address is no name, so no name server can let it point elsewhere."""
     try:
@@ -159,6 +162,7 @@ def is_address(name: str) -> bool:
     return True
 
 
+@lru_cache
 def is_loopback(name: str) -> bool:
     return name == "localhost" or (is_address(name) and ip_address(name).is_loopback)
 

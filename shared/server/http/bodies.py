@@ -68,7 +68,7 @@ class BodyLimit:
             if is_read:  # it waits for the client's leave
                 return await receive()
             try:
-                with anyio.fail_after(max(end - anyio.current_time(), 0.001)):  # without a task for each message
+                with anyio.fail_after(max(end - anyio.current_time(), 0.001)):  # without a task
                     message = await receive()
             except TimeoutError:
                 refusal = ApiError(408, f"the body did not arrive within {self.seconds:g} s")
