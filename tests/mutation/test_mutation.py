@@ -1,6 +1,9 @@
 """The campaign itself: what it changes, how it tries a change, and the list of equivalent mutants."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from tests.house.tree import ROOT
 from tests.mutation import gpu
 from tests.mutation import record as record_module
 from tests.mutation.__main__ import EQUIVALENT, sample, survivors, table
-from tests.mutation.attempt import Worker
+from tests.mutation.attempt import Worker, copy_tree
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.record import SOURCES, Recording, record, recorded
 
@@ -79,6 +82,14 @@ class FakeRecording(Recording):
 
     def tests_for(self, mutant: Mutant, file: str, budget: float) -> list[str]:
         return list(self.times)
+
+
+def test_a_copy_of_the_tree_imports_its_own_panels(tmp_path: Path) -> None:
+    copy_tree(tmp_path)
+    command = [sys.executable, "-c", "import diptych.optimized.sampler as s; print(s.__file__)"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(run.stdout.strip()).is_relative_to(tmp_path)
 
 
 @pytest.mark.full  # starts pytest in a fork for each mutant
