@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from diptych.shared.tools.bench.round_cost import measure_round
 from diptych.shared.tools.bench.step import time_step
 from diptych.shared.tools.bench.step_cost import Ceilings, of_rank, step_cost
 from diptych.shared.tools.bench.step_inputs import StepCase
-from diptych.shared.tools.commands.launch import set_num_threads
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 
 
@@ -95,18 +91,3 @@ def test_experts_of_a_rank(ep: int) -> None:
         for cost in costs
     ]
     assert sums[1] == pytest.approx([number / 4 for number in sums[0]])
-
-
-@pytest.mark.parametrize(
-    ("num_parameters", "num_ranks", "expected"), [(1000, 2, [1]), (60_000_000, 4, [2]), (60_000_000, 1, [])]
-)
-def test_ranks_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, num_parameters: int, num_ranks: int, expected: list[int]
-) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    model = SimpleNamespace(parameters=lambda: [torch.empty(num_parameters, device="meta")])
-    assembly: Any = SimpleNamespace(model=model, config=SimpleNamespace(num_ranks=num_ranks))
-    set_num_threads(assembly)
-    assert chosen == expected

@@ -16,6 +16,7 @@ import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine import kernel_cache
+from diptych.shared.engine.build.cpu_threads import choose_threads
 from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan, make_plan
 from diptych.shared.engine.build.pools import make_pools
@@ -90,9 +91,8 @@ def assemble(
     replace: Mapping[str, Any] | None = None,
     tp: Collectives | None = None,
 ) -> Assembly:
-    """Assemble an engine. `replace`: component -> the implementation to use in place of the registry's. `tp`:
-    the group of this rank, with config.num_ranks > 1 or config.dp_attention: tensor-parallel ranks, pipeline
-    stages, or replicas that share the experts.
+    """Assemble an engine. `replace`: component -> what to use in place of the registry's. `tp`: the group of
+    this rank, where there is one: tensor-parallel ranks, pipeline stages, replicas that share the experts.
 
     Raises `ValueError` for errors of the configuration, the model's files or the tokenizer, before memory for
     weights or pools is allocated."""
@@ -111,6 +111,7 @@ def assemble(
             plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks
         )
         extras = features.beside_model(model)
+        choose_threads(model, plan.config)
         phases.end("weights")
         pools = make_pools(plan, features, model, extras, free_before)
         parts = make_parts(plan, features, model, extras, pools, clock)

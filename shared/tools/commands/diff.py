@@ -11,7 +11,7 @@ import typer
 from diptych.shared import registry
 from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.flags.flag import flags_of
-from diptych.shared.tools.commands import bench_run, diff_precision, diff_servers, launch
+from diptych.shared.tools.commands import bench_run, diff_precision, diff_servers
 from diptych.shared.tools.commands.diff_prompts import make_prompts
 from diptych.shared.tools.commands.option_values import chunk_size
 
@@ -197,7 +197,6 @@ def _compare(
     from diptych.shared.types import SamplingParams
 
     engines = [LLM(**side) for side in flags]
-    launch.use_one_thread_for_a_small_model(engines[0])
     prompts = make_prompts(engines[0], texts, raw, flags[0]["random_seed"])
     outcome = _run(Lockstep(*engines, **modes), prompts, SamplingParams(**params), steps)
     facts = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diptych.shared.tools.commands import launch
 from diptych.shared.tools.commands.diff_prompts import make_prompts
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def diff_precision(
 
     a, b = (LLM(**{**side, "disable_radix_cache": True}) for side in flags)
     check_same_shape(a, b)
-    launch.use_one_thread_for_a_small_model(a)
     prompts = make_prompts(a, prompt, raw, a.config.random_seed)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
     found = measure(a, b, prompts, params)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.shared.tools.commands import launch
 from diptych.shared.tools.commands.options import EngineOptions, spread
 
 SECONDS_PER_LINE = 5.0
@@ -68,7 +67,6 @@ def soak(
     from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
 
     soak = Soak(engine.to_flags(), acts)
-    launch.use_one_thread_for_a_small_model(soak.alone)
     progress = Progress()
     number, total = seed, Tally()
     deadline = time.monotonic() + seconds if seconds else math.inf
