@@ -94,6 +94,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "drafter": {"reference": "diptych.reference.speculative", "optimized": "diptych.optimized.speculative"},
     "detokenizer": {"reference": "diptych.reference.detokenizer:IncrementalDetokenizer"},
+    "dialect": {"reference": "diptych.shared.dialects.hermes:Hermes"},
     "draft_tree": {
         "reference": "diptych.reference.speculative.draft_tree:DraftTreeOps",
         "optimized": "diptych.optimized.speculative.draft_tree:DraftTreeOps",

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import commands, components, http, measured, mechanisms, tables, works
+from docs.generators import commands, components, dialects, http, measured, mechanisms, tables, works
 
 Notes = dict[str, str]
 
@@ -37,6 +37,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
     "families": tables.families,
+    "dialects": dialects.dialect_table,
     "draft-shapes": tables.draft_shapes,
     "works-components": works.components,
     "works-tests": works.tests,

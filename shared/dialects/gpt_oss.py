@@ -36,8 +36,11 @@ class GptOss(Dialect):
         bodies = [f"{TO}{c.name}{CHANNEL}commentary json{MESSAGE}{dumps(c.arguments)}" for c in calls]
         return f"{CALL}{START}assistant".join(bodies)
 
+    def write_answer(self, reasoning: str, text: str) -> str:
+        return f"{ANALYSIS}{reasoning}{END}{START}assistant{FINAL}{text}{END}{START}assistant"
+
     def read(self, stream: Stream, state: ReasoningState) -> Steps[None]:
-        return read_messages(stream, separates_reasoning=self.reasoning is not None)
+        return read_messages(stream, self.reasoning is not None, state == "open")
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         begin = f"{CHANNEL}commentary{TO}{name} {CONSTRAIN}json{MESSAGE}"

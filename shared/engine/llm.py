@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.dialects.parts.choose import choose_dialect, reasoning_fields
+from diptych.shared.dialects.parts.choose import dialect_of, reasoning_fields
 from diptych.shared.engine.processes.start import start_assembly
 from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from diptych.shared.engine.requests.embedding import (
@@ -143,7 +143,7 @@ class LLM:
     @cached_property
     def dialect(self) -> Dialect:
         """How the model writes reasoning and tool calls."""
-        return choose_dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+        return dialect_of(self.config, self.tokenizer)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, **keywords: Any

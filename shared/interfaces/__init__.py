@@ -3,6 +3,7 @@
 from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
 from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.detokenizer import Detokenizer
+from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.interfaces.draft_model import DraftModel, DraftOutput
 from diptych.shared.interfaces.draft_tree import DraftTreeOps
 from diptych.shared.interfaces.drafter import Drafter, DrafterParts
@@ -73,6 +74,7 @@ __all__ = [
     "CausalLM",
     "Collectives",
     "Detokenizer",
+    "Dialect",
     "DraftModel",
     "DraftOutput",
     "DraftTreeOps",

@@ -129,6 +129,11 @@ class Dialect(ABC):
     def write(self, calls: Sequence[Call]) -> str:
         """The calls as the model's chat template writes them, markers included."""
 
+    def write_answer(self, reasoning: str, text: str) -> str:
+        """An answer without calls, as the model writes it."""
+        start, end, _ = self.reasoning or ("", "", False)
+        return f"{start}{reasoning}{end}{text}" if start else text
+
     @abstractmethod
     def read(self, stream: Stream, state: ReasoningState) -> Steps[None]:
         """Read a whole answer. `self.reasoning` is None where the request does not separate reasoning."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import uvicorn
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.dialects.parts.choose import choose_dialect
+from diptych.shared.dialects.parts.choose import dialect_of
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.state import ServerSettings, ServerState
 from diptych.shared.server.app import create_app
@@ -63,7 +63,7 @@ async def run_server(
             ready = await _first(starting, stop)
             if ready is None:
                 return 0
-            dialect = choose_dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
+            dialect = dialect_of(config, tokenizer)
             model_name = settings.served_model_name or config.model
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready, dialect))
             state.adapters.update(config.lora_paths)

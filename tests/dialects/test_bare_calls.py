@@ -8,7 +8,7 @@ import pytest
 
 from diptych.shared.dialects.llama3 import Llama3
 from diptych.shared.dialects.pythonic import Pythonic
-from tests.dialects.reading import read
+from diptych.shared.tools.conformance.oracles.read_answers import read
 
 F = '{"name": "f", "parameters": {"a": 1}}'
 READ = ("f", '{"a": 1}')

@@ -8,7 +8,7 @@ import pytest
 
 from diptych.shared.dialects.gpt_oss import GptOss
 from diptych.shared.dialects.parts.choose import without_reasoning
-from tests.dialects.reading import read
+from diptych.shared.tools.conformance.oracles.read_answers import read
 
 THOUGHT = "<|channel|>analysis<|message|>The user says hi.<|end|><|start|>assistant"
 CONTROLS = {marker: chr(0xFDD0 + i) for i, marker in enumerate(GptOss.markers)}

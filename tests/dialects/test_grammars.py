@@ -18,7 +18,7 @@ import xgrammar
 from diptych.shared.dialects.parts.tags import with_tokens
 from diptych.shared.grammar.worker import compile_spec
 from diptych.shared.interfaces.dialect import Dialect
-from tests.dialects.reading import read, write
+from diptych.shared.tools.conformance.oracles.read_answers import read, write
 from tests.dialects.test_every_dialect import any_dialect
 
 SCHEMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diptych.shared.dialects.hermes import Hermes
-from tests.dialects.reading import pieces, read
+from diptych.shared.tools.conformance.oracles.read_answers import pieces, read
 from tests.properties import given, st
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "}\\"{ü"}}\n</tool_call>'

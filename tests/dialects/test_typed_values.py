@@ -8,7 +8,7 @@ import pytest
 
 from diptych.shared.dialects.parts.typed_values import as_json, types_of
 from diptych.shared.dialects.qwen3_coder import Qwen3Coder
-from tests.dialects.reading import read
+from diptych.shared.tools.conformance.oracles.read_answers import read
 
 ANY: frozenset[str] = frozenset()
 SCHEMA: dict[str, Any] = {

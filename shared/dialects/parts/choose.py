@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from diptych.shared import registry
+from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.interfaces.dialect import Call, Dialect, Reasoning, ReasoningState
 from diptych.shared.text.inert import Inert
 from diptych.shared.text.tokenizer import Tokenizer
@@ -69,22 +70,30 @@ def tool_parsers() -> dict[str, type[Dialect]]:
     return {name: dialect for dialect in dialects().values() for name in dialect.tool_parsers}
 
 
+def dialect_of(config: EngineFlags, tokenizer: Tokenizer | None) -> Dialect:
+    """The dialect that the flags choose. Raises `ValueError` for a name that is none, or a class that cannot
+    be loaded."""
+    own = config.use.get("dialect")
+    given = None if own is None else registry.load("dialect", own)()
+    return choose_dialect(tokenizer, config.tool_call_parser, config.reasoning_parser, given)
+
+
 def choose_dialect(
-    tokenizer: Tokenizer | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    tokenizer: Tokenizer | None,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    given: Dialect | None = None,
 ) -> Dialect:
-    """The dialect of a model. Raises `ValueError` for a name that is none, or a class that cannot be
-    loaded."""
-    if tool_call_parser == AUTO:
+    """`given`, or the dialect of a name, or for AUTO the one that the model's template has."""
+    if given is not None:
+        dialect = given
+    elif tool_call_parser == AUTO:
         dialect = detect(tokenizer)
     elif tool_call_parser in tool_parsers():
         dialect = tool_parsers()[tool_call_parser]()
-    elif registry.is_target(tool_call_parser):
-        dialect = registry.load("dialect", tool_call_parser)()
     else:
         names = ", ".join([AUTO, *sorted(tool_parsers())])
-        raise ValueError(
-            f"tool_call_parser must be one of {names}, or file.py:Class, got {tool_call_parser!r}"
-        )
+        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
     own = dialect.reasoning
     if reasoning_parser == NONE:
         dialect.reasoning = None

@@ -22,15 +22,16 @@ _TOOL = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-def read_messages(stream: Stream, separates_reasoning: bool) -> Steps[None]:
+def read_messages(stream: Stream, separates_reasoning: bool, is_open: bool) -> Steps[None]:
     """All messages. `final` is content, `commentary` that names no tool too, any other channel is reasoning.
-    Text without a header is content."""
+    Text without a header is content, or the rest of reasoning that the prompt has opened."""
     header = ""
     for opening in (TO, CHANNEL):
         if not header and (yield from stream.accept(opening)):
             header = opening
     if not header:
-        header = yield from stream.until(*MARKERS, emit=stream.content)
+        emit = stream.reasoning if is_open and separates_reasoning else stream.content
+        header = yield from stream.until(*MARKERS, emit=emit)
     while header:
         header = yield from _header(stream, header)
         tool, channel = _TOOL.search(header), _CHANNEL.search(header)

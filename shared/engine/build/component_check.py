@@ -27,6 +27,7 @@ _CLASSES: dict[str, type] = {
     "sampler": interfaces.Sampler,
     "draft_tree": interfaces.DraftTreeOps,
     "detokenizer": interfaces.Detokenizer,
+    "dialect": interfaces.Dialect,
     "expert_balancer": interfaces.ExpertBalancer,
     "expert_dispatch": interfaces.ExpertDispatch,
     "collectives": interfaces.Collectives,

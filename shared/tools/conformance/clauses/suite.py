@@ -88,6 +88,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "drafter": ("drafter.drafting",),
     "draft_tree": ("draft_tree.links_and_acceptance", "draft_tree.drafting"),
     "detokenizer": ("detokenizer.pieces", "detokenizer.ends"),
+    "dialect": ("dialect.reading",),
     "expert_balancer": ("expert_balancer.placement",),
     "expert_dispatch": ("expert_dispatch.outputs",),
     "transport": ("transport.transfers",),
