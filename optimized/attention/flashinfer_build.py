@@ -60,9 +60,9 @@ class Module(NamedTuple):
 def _use_unpacked() -> None:
     """Modules of a `kernel_cache` take the place of those of flashinfer-jit-cache, if that is not
     installed."""
-    from flashinfer.jit import env
-
     if importlib.util.find_spec("flashinfer_jit_cache") is None and flashinfer_folder().is_dir():
+        from flashinfer.jit import env
+
         env.FLASHINFER_AOT_DIR = flashinfer_folder()
 
 

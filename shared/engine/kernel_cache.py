@@ -53,7 +53,7 @@ def triton_folder() -> Path:
 def flashinfer_folder() -> Path:
     """Where unpacked modules of FlashInfer for this GPU are: NAME/NAME.so each."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     version = hardware.installed_version("flashinfer-python")
     return base / ".cache" / "diptych" / f"flashinfer-{version}-sm_{major}{minor}"
 

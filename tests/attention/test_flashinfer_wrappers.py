@@ -99,7 +99,7 @@ def module(name: str, **members: Any) -> ModuleType:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """FlashInferAttention over the stand-ins, on the CPU."""
-    spec = SimpleNamespace(is_compiled=True)
+    spec = SimpleNamespace(is_compiled=True, is_aot=True)
     made = {
         "flashinfer": module(
             "flashinfer",
