@@ -182,6 +182,7 @@ def bytes_of_requests() -> tuple[Callable[[random.Random], None], Callable[[], N
     log.emit = problems.append  # type: ignore[assignment]
     for name in ("uvicorn.error", "diptych.server"):
         logging.getLogger(name).addHandler(log)
+        logging.getLogger(name).setLevel(logging.ERROR)
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     while not server.started:
