@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from diptych.shared.server import admin
+from diptych.shared.server import admin, weight_routes
 from diptych.shared.server.http.access import PUBLIC_PATHS, Keys, read_keys, require_admin
 from diptych.shared.server.router.policy import RouterSettings
 from diptych.shared.server.router.router import Router
@@ -86,7 +86,8 @@ def test_an_empty_key_opens_nothing(headers: dict[str, str], status: int) -> Non
 
 def admin_routes() -> set[str]:
     """Paths of the administration."""
-    return set(re.findall(r'@app\.\w+\("(.*?)"', Path(admin.__file__).read_text("utf-8")))
+    texts = [Path(module.__file__).read_text("utf-8") for module in (admin, weight_routes)]
+    return set(re.findall(r'@app\.\w+\("(.*?)"', "".join(texts)))
 
 
 @pytest.mark.parametrize(
