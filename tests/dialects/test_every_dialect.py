@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -30,3 +31,9 @@ def test_names_of_dialects_are_their_own() -> None:
     names = [name for cls in DIALECTS.values() for name in cls.tool_parsers]
     assert len(set(names)) == len(names)
     assert all(issubclass(cls, Dialect) for cls in DIALECTS.values())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_dialect_is_a_file_of_at_most_80_lines(name: str) -> None:
+    source = inspect.getsource(inspect.getmodule(DIALECTS[name]))  # type: ignore[arg-type]
+    assert source.count("\n") <= 80

@@ -43,6 +43,9 @@ FIELDS_OF_CHAT = {
 }
 """Field of a chat request -> field from which it comes"""
 
+DELTA_TEXTS = {"input_json_delta": "partial_json", "text_delta": "text", "thinking_delta": "thinking"}
+"""Type of a delta -> its field with a text"""
+
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a system block for Anthropic's accounting, which some agents send first. It is left out: it changes
 with every request, so no prompt would begin like an earlier one and the prefix cache would find nothing."""
@@ -349,21 +352,19 @@ def fold_message(events: list[Event], usage: Usage) -> dict[str, Any]:
     """The response of a request that does not stream."""
     message: dict[str, Any] = dict(events[0]["message"])
     content: list[dict[str, Any]] = []
-    arguments: dict[int, str] = {}
+    texts: list[list[str]] = []  # of each block: joined once, at its end
     for event in events:
         if event["type"] == "content_block_start":
             content.append(dict(event["content_block"]))
+            texts.append([])
         elif event["type"] == "content_block_delta":
-            index, delta = event["index"], event["delta"]
-            if delta["type"] == "input_json_delta":
-                arguments[index] = arguments.get(index, "") + delta["partial_json"]
-            else:
-                name = "text" if delta["type"] == "text_delta" else "thinking"
-                content[index][name] += delta[name]
+            delta = event["delta"]
+            texts[event["index"]].append(delta[DELTA_TEXTS[delta["type"]]])
         elif event["type"] == "message_delta":
             message |= {**event["delta"], "usage": event["usage"]}
-    for index, text in arguments.items():
-        content[index]["input"] = _input_of(text)
+    for block, parts in zip(content, texts, strict=True):
+        text = "".join(parts)
+        block |= {"input": _input_of(text)} if block["type"] == "tool_use" else {block["type"]: text}
     return {**message, "content": content}
 
 

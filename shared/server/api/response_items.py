@@ -15,6 +15,7 @@ class OutputItems:
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
         self._open: Any = None  # its kind; of a function call, the call's index
+        self._texts: list[str] = []  # of the open item: joined once, at its end
         self._held_logprobs: list[dict[str, Any]] = []  # of tokens that may turn out to be a message's text
 
     def of_delta(self, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> Iterator[Event]:
@@ -24,7 +25,7 @@ class OutputItems:
             if self._open != "reasoning":
                 item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
                 yield from self._start("reasoning", item, {"type": "reasoning_text", "text": ""})
-            self._part["text"] += text
+            self._texts.append(text)
             yield self._event("reasoning_text.delta", content_index=0, delta=text)
         if "content" in delta:
             yield from self._of_content(delta["content"], logprobs["content"] if logprobs is not None else [])
@@ -34,7 +35,7 @@ class OutputItems:
             if self._open != call["index"]:
                 item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"]}
                 yield from self._start(call["index"], {**item, "name": function["name"], "arguments": ""})
-            self._item["arguments"] += function["arguments"]
+            self._texts.append(function["arguments"])
             if function["arguments"]:
                 yield self._event("function_call_arguments.delta", delta=function["arguments"])
 
@@ -50,7 +51,7 @@ class OutputItems:
             item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._start("message", item, part)
-        self._part["text"] += text
+        self._texts.append(text)
         self._part["logprobs"] += logprobs
         yield self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
@@ -86,11 +87,14 @@ class OutputItems:
             return
         item = self._item
         item["status"] = status
+        text, self._texts = "".join(self._texts), []
         if item["type"] == "function_call":
+            item["arguments"] = text
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("function_call_arguments.done", **done)
         else:
             part = self._part
+            part["text"] = text
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield self._event(f"{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._event("content_part.done", content_index=0, part=part)
