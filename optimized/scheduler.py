@@ -48,6 +48,7 @@ class Scheduler(interface.Scheduler):
         self.pipeline = self.decoding.pipeline
         self.requests = Lifecycle(config, model_config, parts, self.decoding, WaitingQueue())
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.overlaps = not config.disable_overlap_schedule
 
     def add_request(self, req: Req) -> None:
         self.requests.add(req)
@@ -65,7 +66,7 @@ class Scheduler(interface.Scheduler):
     def step(self) -> list[StepOutput]:
         requests, timeline = self.requests, self.parts.timeline
         requests.finish_overdue()
-        num_ahead = self.decoding.num_ahead(requests.running)
+        num_ahead = self.decoding.num_ahead(requests.running) if self.overlaps else 0
         self._catch_up(num_left=num_ahead)
         try:
             with timeline.span("schedule"):
@@ -76,7 +77,7 @@ class Scheduler(interface.Scheduler):
             requests.abandon(error)
             raise
         is_launched = batch is not None and self._launch(batch)
-        self._catch_up(num_left=num_ahead if is_launched else 0)
+        self._catch_up(num_left=num_ahead if is_launched and not self._prefill_follows() else 0)
         if not requests.live:
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
             self.new_token_ratio.current = self.new_token_ratio.initial
@@ -89,6 +90,7 @@ class Scheduler(interface.Scheduler):
         it."""
         requests = self.requests
         requests.num_steps += 1
+        requests.num_overlapped += bool(self.pipeline)
         try:
             self.decoding.run(batch, requests.chunked_req)
         except BaseException as error:
@@ -140,6 +142,14 @@ class Scheduler(interface.Scheduler):
         self._catch_up(num_left=0)
         if not isinstance(error, Exception) or not all(req.finished for req in batch.reqs):
             self.requests.finish_with_error(batch.reqs, error)
+
+    def _prefill_follows(self) -> bool:
+        """Whether first tokens are in flight that shall not wait for the launch of the next prefill."""
+        requests = self.requests
+        if not self.config.disable_prefill_overlap or not any(each.prompts for each in self.pipeline.batches):
+            return False
+        is_next = requests.waiting_queue and not requests.batch_is_full
+        return bool(is_next or requests.chunked_req is not None)
 
     # ---- choose the batch ----
 

@@ -113,6 +113,10 @@ class EngineFlags:
     disaggregation: bool = flag(RANKS, False, "Prefill and decode in two engines, a process each.")
     """Prompts do not delay running requests. Twice the weights and pools, and the KV of each prompt is
     copied."""
+    dist_timeout: int = flag(
+        RANKS, 120, "Seconds that a rank waits for the others: at the start and in a collective.", at_least=1
+    )
+    """A rank that is later ends the engine. Longer for slow disks, where one rank reads its weights last."""
     cluster_secret_file: str | None = flag(
         RANKS, None, "Secret of ranks that a launcher starts. Default: DIPTYCH_CLUSTER_SECRET."
     )
@@ -160,6 +164,16 @@ class EngineFlags:
     hicache_dir_tokens: int = flag(TIERS, 1_000_000, "Tokens whose KV is kept there.", at_least=1)
     """The pages that were not used for the longest time are removed."""
 
+    disable_overlap_schedule: bool = flag(
+        SCHEDULING, False, "Process the results of a step before the next step is launched."
+    )
+    """The optimized panel only: the reference never overlaps. The GPU waits for the CPU between steps; tokens
+    come one step earlier."""
+    disable_prefill_overlap: bool = flag(
+        SCHEDULING, False, "Process a prefill's results before another prefill is launched."
+    )
+    """The optimized panel only. While prompts queue, first tokens do not wait until the next prefill is
+    formed and launched; the GPU waits for the CPU meanwhile."""
     schedule_policy: SchedulePolicyName = flag(SCHEDULING, "fcfs", "The order of waiting requests.")
     """fcfs is fair. lpm and dfs-weight raise the hit rate of the radix cache and may delay requests without a
     hit. lof ends offline work earlier, because long answers start first."""
@@ -274,6 +288,11 @@ class EngineFlags:
     )
     """It contains programs. A file for another GPU, torch, Triton, FlashInfer or source is ignored, with one
     line that names the difference."""
+    decode_log_interval: int | None = flag(
+        SERVER, None, "Batches between two lines about the load on stderr. Default: none.", at_least=1
+    )
+    """A line has the requests that run and wait, tokens per second, hit rate of the prefix cache, and use of
+    the KV pool."""
     skip_warmup: bool = flag(
         SERVER, False, "Compile kernels when they are first used, and serve without warm-up requests."
     )

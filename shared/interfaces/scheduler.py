@@ -89,6 +89,7 @@ class SchedulerStats(NamedTuple):
     num_used_tokens: int = 0  # slots of the KV pool that are not free
     num_evictable_tokens: int = 0  # of these, in cached prefixes that no request holds
     num_compiled_kernels: int = 0  # after the start; the engine fills it in
+    num_overlapped: int = 0  # steps that were launched while the step before was in flight
 
 
 @dataclass

@@ -74,6 +74,7 @@ class Lifecycle:
         self.num_generated_tokens = 0
         self.num_accepted_tokens = 0  # those of them that speculation gave in addition
         self.num_retractions = 0
+        self.num_overlapped = 0  # steps launched while another was in flight
 
     # ---- requests come ----
 
@@ -244,6 +245,7 @@ class Lifecycle:
             speculation=self.decoding.stats(self.num_accepted_tokens),
             num_used_tokens=allocator.size - allocator.available_size(),
             num_evictable_tokens=self.parts.tree_cache.evictable_size(),
+            num_overlapped=self.num_overlapped,
         )
 
     def take_outputs(self) -> list[StepOutput]:

@@ -311,7 +311,7 @@ def test_a_launcher_needs_a_secret_that_only_this_user_reads(
 
 
 def test_only_ranks_with_the_secret_are_followers(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Listener,
 ) -> None:
     config = EngineConfig(tp=3, use={"transport": "shared_memory"})
     with ThreadPoolExecutor(1) as threads, socket.create_connection(("127.0.0.1", listener.port)) as stranger:
@@ -324,11 +324,11 @@ def test_only_ranks_with_the_secret_are_followers(
         assert EngineConfig(**hello.flags) == config
         assert hello.path == "/a"
         assert [child.name for child in found.result(SECONDS)] == ["rank 1", "rank 2"]
-    monkeypatch.setattr(launcher, "TIME_LIMIT", 0.05)
+    config = config.updated(dist_timeout=1)
     with pytest.raises(EngineProcessEnded, match=r"ranks \[1, 2\] do not connect with the cluster's secret"):
         launcher._accept_all(listener, config, None)
     for wrong in (0, 3, -1):
-        monkeypatch.setattr(launcher, "TIME_LIMIT", SECONDS)
+        config = config.updated(dist_timeout=int(SECONDS))
         connect("127.0.0.1", listener.port, SECRET).send(msgspec.msgpack.encode(launcher.Hello(wrong)))
         with pytest.raises(ValueError, match=f"connect as rank {wrong}"):
             launcher._accept_all(listener, config, None)

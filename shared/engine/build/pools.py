@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -71,8 +72,24 @@ def size_pools(plan: Plan, model: CausalLM, extras: Extras, free_before: int) ->
         print_memory(memory)
     if ranks is None:
         return memory
+    check_equal_memory(ranks.all_gather(torch.tensor([free_before])).tolist())
     num_tokens = int(ranks.all_gather(torch.tensor([memory.num_tokens])).min())
     return replace(memory, num_tokens=num_tokens)
+
+
+MAX_DIFFERENCE = 2 * 2**30
+"""Of the free memory of two ranks. The rank with the least memory bounds the pool of all."""
+
+
+def check_equal_memory(free: Sequence[int]) -> None:
+    """Raise `ValueError` if another process uses the memory of some ranks' GPUs. `free`: bytes of each rank,
+    before the weights."""
+    if max(free) - min(free) > MAX_DIFFERENCE:
+        each = ", ".join(f"rank {rank}: {num_bytes / 2**30:.1f} GiB" for rank, num_bytes in enumerate(free))
+        raise ValueError(
+            f"free memory differs between ranks ({each}): the smallest would bound the KV pool of all. End "
+            f"what uses these GPUs, or choose equal ones"
+        )
 
 
 def make_kv_pool(plan: Plan, features: Features, num_tokens: int) -> TokenToKVPool:

@@ -25,7 +25,7 @@ from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.build.settings import default_device
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded
 from diptych.shared.engine.processes.devices import config_of_rank
-from diptych.shared.engine.processes.ranks import TIME_LIMIT, assemble_lead, follow
+from diptych.shared.engine.processes.ranks import assemble_lead, follow
 from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect, decoder
 from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store, open_store
 
@@ -64,7 +64,7 @@ def assemble_launched(config: EngineConfig) -> Assembly:
     secret = cluster_secret(config)
     own_config = _on_own_device(config)
     config = config.updated(device=config.device or default_device())  # the same type on all ranks
-    store = _meet()
+    store = _meet(config)
     host = LOOPBACK if is_on_one_computer() else os.environ["MASTER_ADDR"]
     listener = Listener(host, secret)
     store.set("address", f"{host} {listener.port}")
@@ -76,7 +76,7 @@ def assemble_launched(config: EngineConfig) -> Assembly:
         followers = _accept_all(listener, config, path)
     finally:
         listener.close()
-    return assemble_lead(own_config, store, followers, TIME_LIMIT)
+    return assemble_lead(own_config, store, followers, config.dist_timeout)
 
 
 def cluster_secret(config: EngineConfig) -> bytes:
@@ -102,7 +102,7 @@ def cluster_secret(config: EngineConfig) -> bytes:
 
 def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> list[Child]:
     """The other ranks, in their order. Raises `EngineProcessEnded` if one does not come."""
-    end, found = time.monotonic() + TIME_LIMIT, dict[int, Child]()
+    end, found = time.monotonic() + config.dist_timeout, dict[int, Child]()
     while len(found) < config.num_ranks - 1:
         try:
             pipe = listener.accept(max(end - time.monotonic(), 0.0))
@@ -118,8 +118,8 @@ def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> l
 
 
 def _follow_rank_0(config: EngineConfig) -> NoReturn:
-    secret, store, rank = cluster_secret(config), _meet(), int(os.environ["RANK"])
-    store.wait(["address"], timedelta(seconds=TIME_LIMIT))
+    secret, store, rank = cluster_secret(config), _meet(config), int(os.environ["RANK"])
+    store.wait(["address"], timedelta(seconds=config.dist_timeout))
     host, port = store.get("address").decode().split()
     pipe = connect(host, int(port), secret)
     pipe.send(msgspec.msgpack.encode(Hello(rank)))
@@ -127,7 +127,7 @@ def _follow_rank_0(config: EngineConfig) -> NoReturn:
     config = EngineConfig(**hello.flags)
     if hello.path is not None:
         store = open_store(hello.path, config.num_ranks)
-    follow(_on_own_device(config), rank, lambda: store, TIME_LIMIT, pipe)
+    follow(_on_own_device(config), rank, lambda: store, config.dist_timeout, pipe)
     raise AssertionError("follow ends the process")
 
 
@@ -137,9 +137,9 @@ def _on_own_device(config: EngineConfig) -> EngineConfig:
     return config_of_rank(config, local_rank, local_rank + 1)
 
 
-def _meet() -> Store:
+def _meet(config: EngineConfig) -> Store:
     """The store that all ranks share."""
     from torch.distributed import PrefixStore, rendezvous
 
-    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=TIME_LIMIT))))
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=config.dist_timeout))))
     return PrefixStore("diptych", store)

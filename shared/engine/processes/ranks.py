@@ -32,7 +32,7 @@ from diptych.shared.engine.processes.child import (
 from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.input_log import Call, CallClock, Method, apply, encode, request_of
-from diptych.shared.engine.processes.watchdog import Watchdog
+from diptych.shared.engine.processes.watchdog import LIMIT, Watchdog
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
@@ -44,13 +44,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIME_LIMIT = 120.0
-"""Seconds that a rank waits for the others: in a collective, and when they start."""
 
-
-def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+def assemble_ranks(config: EngineConfig, time_limit: float | None = None) -> Assembly:
     """Start the other ranks and return the engine of `config`, whose scheduler keeps the ranks in step.
     Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a rank cannot start."""
+    time_limit = time_limit or config.dist_timeout
     configs = [config_of_rank(config, rank, config.num_ranks) for rank in range(config.num_ranks)]
     store = local_store(config.num_ranks)
     followers = [
@@ -72,7 +70,9 @@ def assemble_lead(
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
             follower.next_message(time_limit)
-    lead = LeadScheduler(assembly.scheduler, assembly.grammars, followers, clock, tp)
+    lead = LeadScheduler(
+        assembly.scheduler, assembly.grammars, followers, clock, tp, max(LIMIT, 2.5 * time_limit)
+    )
     # Its arguments keep the other ranks alive until the call, also where all of this is garbage.
     weakref.finalize(lead, finish_launched, str(config.device), lead.watchdog, followers)
     return replace(assembly, scheduler=lead)
@@ -104,6 +104,7 @@ class LeadScheduler(Scheduler):
         followers: Sequence[Child],
         clock: CallClock,
         tp: Collectives,
+        step_limit: float = LIMIT,
     ) -> None:
         self.scheduler = scheduler
         self.grammars = grammars
@@ -111,7 +112,9 @@ class LeadScheduler(Scheduler):
         self.clock = clock
         self.tp = tp
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
-            partial(_describe_all, followers, tp), has_ended=partial(_have_ended, followers)
+            partial(_describe_all, followers, tp),
+            limit=step_limit,
+            has_ended=partial(_have_ended, followers),
         )
 
     def add_request(self, req: Req) -> None:

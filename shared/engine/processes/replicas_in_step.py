@@ -25,7 +25,7 @@ from diptych.shared.engine.processes.child import (
     started,
 )
 from diptych.shared.engine.processes.child_messages import Ready
-from diptych.shared.engine.processes.ranks import TIME_LIMIT, collectives_of
+from diptych.shared.engine.processes.ranks import collectives_of
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
@@ -113,9 +113,10 @@ class ControllerInStep(Controller):
             raise self.ended(str(error)) from None
 
 
-def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> Assembly:
     """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
     `EngineProcessEnded` if a replica cannot start."""
+    time_limit = time_limit or config.dist_timeout
     store = local_store(config.dp)
     others = [
         Child.spawn(f"replica {i}", _run_replica, config, i, store.path, time_limit)

@@ -13,6 +13,7 @@ from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from diptych.shared.grammar.queue import GrammarQueue
+from diptych.shared.server.engine.load_log import LoadLog
 from diptych.shared.server.engine.messages import (
     VERSION,
     Abort,
@@ -71,6 +72,7 @@ class EngineLoop:
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
         self.weight_actions = WeightActions(assembly, self._deliver)
+        self.load_log = LoadLog(assembly.config.decode_log_interval, assembly.parts.allocator.size)
 
     # --8<-- [start:engine-loop]
     def run(self) -> None:
@@ -84,6 +86,7 @@ class EngineLoop:
                 self._read_messages()
                 self._admit_compiled()
                 self._step()
+                self.load_log.look(self.scheduler)
                 self._beat()
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -360,6 +363,8 @@ class EngineLoop:
             num_retractions=stats.num_retractions,
             num_verifications=stats.speculation.num_verifications,
             num_accepted_tokens=stats.speculation.num_accepted_tokens,
+            num_drafted_tokens=stats.speculation.num_drafted_tokens,
+            num_overlapped=stats.num_overlapped,
             num_compiled_kernels=self.assembly.compilations.num_after_ready,
             is_paused=self.is_paused,
             num_replicas=self.scheduler.num_replicas,

@@ -25,7 +25,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 10
+VERSION = 11
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -155,6 +155,8 @@ class Load(msgspec.Struct, kw_only=True):
     num_retractions: int = 0
     num_verifications: int = 0
     num_accepted_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_overlapped: int = 0  # steps launched while the step before was in flight
     num_compiled_kernels: int = 0  # since the engine was ready
     is_paused: bool = False
     num_replicas: int = 1  # with dp: those that have not ended
