@@ -77,7 +77,8 @@ class Scheduler(interface.Scheduler):
             requests.abandon(error)
             raise
         is_launched = batch is not None and self._launch(batch)
-        self._catch_up(num_left=num_ahead if is_launched and not self._prefill_follows() else 0)
+        may_wait = is_launched and not self._prefill_follows()
+        self._catch_up(num_left=num_ahead if may_wait else 0)
         if not requests.live:
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
             self.new_token_ratio.current = self.new_token_ratio.initial

@@ -91,6 +91,7 @@ class Timeline:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         self.is_on = False
+        self.marks_ranges = False  # spans are NVTX ranges too, for tools of CUDA
 
     def start(self, device: torch.device, device_clock: DeviceClock | None = None) -> None:
         """Begin a new recording. `device_clock`: by default what suits the device."""
@@ -136,9 +137,14 @@ class _OpenSpan(AbstractContextManager[None]):
         self.timeline, self.name, self.args = timeline, name, args
 
     def __enter__(self) -> None:
+        self.is_marked = self.timeline.marks_ranges
+        if self.is_marked:
+            torch.cuda.nvtx.range_push(self.name)
         self.start = self.timeline.clock()
 
     def __exit__(self, *error: object) -> None:
+        if self.is_marked:
+            torch.cuda.nvtx.range_pop()
         zero, end = self.timeline._zero, self.timeline.clock()
         self.timeline._recording.host.append(Span(self.name, self.start - zero, end - zero, self.args))
 

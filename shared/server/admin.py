@@ -15,6 +15,7 @@ from diptych.shared.server.api.native_protocol import (
     AbortRequest,
     LoadLoraRequest,
     PauseRequest,
+    ProfileRequest,
     UnloadLoraRequest,
 )
 from diptych.shared.server.api.state import ServerState
@@ -74,6 +75,7 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
         }
 
     _add_pause_routes(app, state, admin)
+    _add_profile_routes(app, state, admin)
     _add_lora_routes(app, state, admin)
 
 
@@ -96,6 +98,30 @@ def _add_pause_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> Non
         await state.client.control("continue")
         state.client.load.is_paused = False
         return {"paused": False}
+
+
+def _add_profile_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:
+    @app.post("/start_profile", dependencies=admin)
+    async def start_profile(body: ProfileRequest | None = None) -> dict[str, Any]:
+        """Record the engine's work until /stop_profile, or for so many steps."""
+        folder, options = state.settings.profile_dir, body or ProfileRequest()
+        if folder is None:
+            raise bad_request("profiles are written below --profile-dir, which this server has not")
+        file = folder.expanduser().resolve() / f"profile-{time.time_ns()}.json"
+        try:
+            return await state.client.control(
+                "start_profile", file=str(file), num_steps=options.num_steps, nvtx=options.nvtx
+            )
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+
+    @app.post("/stop_profile", dependencies=admin)
+    async def stop_profile() -> dict[str, Any]:
+        """Write the file, for Perfetto."""
+        try:
+            return await state.client.control("stop_profile")
+        except ValueError as error:
+            raise bad_request(str(error)) from None
 
 
 def _add_lora_routes(app: FastAPI, state: ServerState, admin: list[Any]) -> None:

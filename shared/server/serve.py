@@ -22,6 +22,7 @@ from diptych.shared.server.engine.engine_client import EngineClient, EngineDead
 from diptych.shared.server.engine.engine_process import EXIT_ENGINE_DIED
 from diptych.shared.server.http.connections import listen, server_config
 from diptych.shared.server.http.request_log import log_sparsely, log_to_stderr
+from diptych.shared.server.http.tracing import tracer_to
 from diptych.shared.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -51,6 +52,7 @@ async def run_server(
     log_sparsely()
     if settings.log_requests:
         log_to_stderr()
+    tracer = tracer_to(settings.otlp_traces_endpoint)
     listener = listen(settings.host, settings.port)
     client = EngineClient(config, in_thread=in_thread)
     stop = asyncio.Event()
@@ -67,6 +69,7 @@ async def run_server(
             model_name = settings.served_model_name or config.model
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready, dialect))
             state.adapters.update(config.lora_paths)
+            state.metrics.tracer = tracer
             server = _Server(server_config(create_app(state), lifespan="off"))
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.perfetto import chrome_trace
 from diptych.shared.timeline import Recording, Span, Timeline
-from diptych.shared.tools.bench.trace import chrome_trace, idle_time, write_trace
+from diptych.shared.tools.bench.trace import idle_time, write_trace
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 from diptych.shared.types import ForwardBatch, ForwardMode, SamplingParams
 

@@ -49,6 +49,8 @@ class Sample:
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
     has_tokens: bool = False  # of the engine, taken or not
+    first_token_time: float | None = None
+    queue_time: float | None = None
     pending: Delta | None = None  # came since the last `take`
     last_time: float = field(default_factory=time.monotonic)
 
@@ -168,6 +170,17 @@ class Generation:
         usage, seconds = self.usage, time.monotonic() - self.start_time
         is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
         self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
+        firsts = [s.first_token_time for s in self.samples if s.first_token_time is not None]
+        self.metrics.tracer.request(
+            rid=self.samples[0].rid if self.samples else "",
+            seconds=seconds,
+            first_token_seconds=min(firsts) - self.start_time if firsts else None,
+            queue_seconds=self.samples[0].queue_time if self.samples else None,
+            num_prompt_tokens=usage.prompt_tokens,
+            num_output_tokens=usage.completion_tokens,
+            num_cached_tokens=usage.cached_tokens,
+            is_aborted=is_aborted,
+        )
 
     async def _submit(self) -> None:
         assert self._caller is not None, "a request without an owner would share its prefixes with all"
@@ -204,8 +217,10 @@ class Generation:
         def deliver(delta: Delta) -> None:
             if delta.queue_time is not None:
                 self.metrics.queue_time.observe(delta.queue_time)
+                sample.queue_time = delta.queue_time
             if delta.token_ids:
                 now, is_first = time.monotonic(), not sample.has_tokens
+                sample.first_token_time = now if is_first else sample.first_token_time
                 since = self.start_time if is_first else sample.last_time
                 self.metrics.tokens_came(len(delta.token_ids), now - since, is_first)
                 sample.last_time, sample.has_tokens = now, True

@@ -144,3 +144,10 @@ class PauseRequest(Body):
     """/pause_generation"""
 
     mode: Literal["in_place", "retract", "abort"] = "in_place"
+
+
+class ProfileRequest(Body):
+    """/start_profile. nvtx: mark spans for tools of CUDA too."""
+
+    num_steps: Annotated[int, Field(ge=0)] = 0
+    nvtx: bool = False

@@ -41,6 +41,8 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # pages of other sites that may use it; "*": any
     lora_root: Path | None = None  # adapters are loaded from below it; None: not over HTTP
     weights_root: Path | None = None  # the same of new weights
+    otlp_traces_endpoint: str | None = None  # gets OpenTelemetry traces of requests
+    profile_dir: Path | None = None  # profiles are written there; None: there are none
     max_body_bytes: int = MAX_BODY_BYTES
     max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429

@@ -31,6 +31,7 @@ from diptych.shared.server.engine.messages import (
     Unreadable,
     finish_of,
 )
+from diptych.shared.server.engine.profiler import Profiler
 from diptych.shared.server.engine.warm_up import warm_up
 from diptych.shared.server.engine.weight_actions import WeightActions
 from diptych.shared.types import FinishAbort, FinishReason, Req, StepOutput
@@ -72,6 +73,7 @@ class EngineLoop:
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
         self.weight_actions = WeightActions(assembly, self._deliver)
+        self.profiler = Profiler(assembly)
         self.load_log = LoadLog(assembly.config.decode_log_interval, assembly.parts.allocator.size)
 
     # --8<-- [start:engine-loop]
@@ -86,7 +88,7 @@ class EngineLoop:
                 self._read_messages()
                 self._admit_compiled()
                 self._step()
-                self.load_log.look(self.scheduler)
+                self._look_at_steps()
                 self._beat()
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -96,6 +98,11 @@ class EngineLoop:
             self.assembly.grammars.close()
 
     # --8<-- [end:engine-loop]
+
+    def _look_at_steps(self) -> None:
+        self.load_log.look(self.scheduler)
+        if self.profiler.last_step is not None:
+            self.profiler.look(self.scheduler.stats().num_steps)
 
     # ---- messages in ----
 
@@ -161,6 +168,7 @@ class EngineLoop:
     def _add_request(self, req: Req) -> None:
         self.scheduler.add_request(req)
         self._live[req.rid] = req
+        self.profiler.came(req.rid)
 
     def _admit_compiled(self) -> None:
         """Requests whose grammar is there now, or cannot be."""
@@ -258,6 +266,14 @@ class EngineLoop:
         self.is_paused = False
         return {}
 
+    def on_start_profile(self, file: str, num_steps: int, nvtx: bool) -> dict[str, Any]:
+        """Record the engine's work, for Perfetto."""
+        return self.profiler.start(file, num_steps, self.scheduler.stats().num_steps, nvtx, self._live)
+
+    def on_stop_profile(self) -> dict[str, Any]:
+        """Write what was recorded."""
+        return self.profiler.stop()
+
     def on_load(self) -> dict[str, Any]:
         """The snapshot of a heartbeat, now."""
         load = self._load()
@@ -328,6 +344,7 @@ class EngineLoop:
         if output.finished_reason is not None:
             finish = finish_of(output.finished_reason)
             self._live.pop(output.rid, None)
+        self.profiler.has_output(output.rid, finish is not None)
         return RequestOutput(
             rid=output.rid,
             new_token_ids=output.new_token_ids,

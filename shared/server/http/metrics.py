@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from diptych.shared.server.engine.engine_client import EngineClient
+from diptych.shared.server.http.tracing import NoTracer
 
 _LATENCY = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -49,6 +50,7 @@ class Metrics:
                 ("spec_accept_length", "Output tokens per verification; 0 without speculation."),
             )
         }
+        self.tracer = NoTracer()
         self._last_scrape = (time.monotonic(), 0)
         self._num_compiled = 0
 

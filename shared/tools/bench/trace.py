@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diptych.shared.engine.perfetto import chrome_trace
 from diptych.shared.timeline import Recording, Span
 
 if TYPE_CHECKING:
     from diptych.shared.engine.llm import LLM
-
-HOST, DEVICE = 1, 2
-"""The rows of the timeline, as thread ids."""
 
 
 class Idle(NamedTuple):
@@ -82,38 +80,6 @@ def idle_time(forward: Sequence[Span]) -> Idle:
     return Idle(len(spans), whole - sum(pauses), sum(pauses), max(pauses))
 
 
-def chrome_trace(recording: Recording) -> dict[str, Any]:
-    """The Trace Event Format: complete events ("X") and counters ("C"), in microseconds, by their starts."""
-    device = "CPU: forward" if recording.device == "cpu" else f"{recording.device}: forward stream"
-    events = [_event(HOST, span) for span in recording.host]
-    events += [_event(DEVICE, span) for span in recording.forward]
-    for count in recording.counts:
-        for name, value in count.values.items():
-            moment = {"ph": "C", "pid": 0, "tid": HOST, "name": name, "ts": _us(count.time)}
-            events.append(moment | {"args": {name: value}})
-    # Of two events with the same start, the longer one encloses the other.
-    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-    names = [_name(0, "process_name", "Diptych")]
-    names += [_name(HOST, "thread_name", "CPU: scheduler"), _name(DEVICE, "thread_name", device)]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
 def write_trace(file: Path, recording: Recording) -> Idle:
     file.write_text(json.dumps(chrome_trace(recording)) + "\n", encoding="utf-8")
     return idle_time(recording.forward)
-
-
-def _event(row: int, span: Span) -> dict[str, Any]:
-    start, end = _us(span.start), _us(span.end)
-    return {
-        "ph": "X", "pid": 0, "tid": row, "name": span.name, "cat": "host" if row == HOST else "device",
-        "ts": start, "dur": round(end - start, 3), "args": span.args,
-    }  # fmt: skip
-
-
-def _name(row: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": row, "name": what, "args": {"name": name}}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)

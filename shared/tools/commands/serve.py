@@ -53,6 +53,14 @@ def serve(
         Path | None,
         _option("Folder below which /load_lora_adapter may load. Default: it may not.", show_default=False),
     ] = None,
+    profile_dir: Annotated[
+        Path | None,
+        _option("Folder that /start_profile writes to. Default: it does not.", show_default=False),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option("URL that gets OpenTelemetry traces of requests. Default: none.", show_default=False),
+    ] = None,
     weights_root: Annotated[
         Path | None,
         _option("Folder below which /update_weights_from_disk may read. Default: none.", show_default=False),
@@ -110,6 +118,8 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         lora_root=lora_root,
         weights_root=weights_root,
+        profile_dir=profile_dir,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         max_body_bytes=max_body_mib * 2**20,
         max_image_bytes=max_image_mib * 2**20,
         max_live_requests=max_live_requests,

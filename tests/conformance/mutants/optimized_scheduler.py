@@ -24,7 +24,7 @@ bug("EveryBatchAtTheFront", "All batches store their tokens in the first places.
 
 # Tokens in flight
 bug("OverlapsInNameOnly", "The results of a batch are processed before the next batch is launched.",
-    ("scheduler", "num_ahead if is_launched and not self._prefill_follows() else 0", "0"))
+    ("scheduler", "num_ahead if may_wait else 0", "0"))
 bug("SurplusStepCounts", "What was computed for a request after its end is taken for output.",
     ("decoding", "        self.pipeline.drop(req)\n", "        pass\n"))
 bug("RetractedTokenCounts", "A request that was retracted and readmitted gets an earlier token again, twice.",
