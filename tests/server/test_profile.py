@@ -13,7 +13,7 @@ import pytest
 
 from diptych.shared.engine.perfetto import kernel_spans
 from diptych.shared.server.http.metrics import Metrics
-from diptych.shared.server.http.tracing import Tracer, tracer_to
+from diptych.shared.server.http.tracing import RequestFacts, Tracer, tracer_to
 from diptych.shared.timeline import Span
 from tests.server.running import RunningServer, serving
 
@@ -56,6 +56,9 @@ def test_kernels_of_torchs_profiler() -> None:
     assert span == Span("gemm", pytest.approx(4e-6), pytest.approx(6e-6), {"stream": 7})
 
 
+FACTS = RequestFacts("a", 2.0, 0.5, None, 7, 3, 0, False)
+
+
 class FakeProvider:
     """A provider that keeps what its spans get."""
 
@@ -82,10 +85,7 @@ class FakeProvider:
 def test_a_span_for_each_request() -> None:
     provider, metrics = FakeProvider(), Metrics()
     metrics.tracer = Tracer(provider)
-    metrics.tracer.request(
-        rid="a", seconds=2.0, first_token_seconds=0.5, queue_seconds=None, num_prompt_tokens=7,
-        num_output_tokens=3, num_cached_tokens=0, is_aborted=False,
-    )  # fmt: skip
+    metrics.tracer.request(FACTS)
     (span,) = provider.spans
     assert (span["name"], span["length"], span["first token"]) == ("llm_request", 2_000_000_000, 500_000_000)
     assert span["gen_ai.usage.completion_tokens"] == 3
@@ -93,7 +93,7 @@ def test_a_span_for_each_request() -> None:
 
 
 def test_opentelemetry_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracer_to(None).request(rid="a")
+    tracer_to(None).request(FACTS)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"needs OpenTelemetry: pip install 'diptych\[otel\]'"):
         tracer_to("http://127.0.0.1:4318/v1/traces")

@@ -17,6 +17,7 @@ from diptych.shared.server.engine.messages import Finish, Generate
 from diptych.shared.server.http.access import Caller
 from diptych.shared.server.http.errors import ApiError, bad_request
 from diptych.shared.server.http.metrics import Metrics
+from diptych.shared.server.http.tracing import RequestFacts
 from diptych.shared.text.control_text import ControlText
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types import FinishAbort, SamplingParams
@@ -171,16 +172,17 @@ class Generation:
         is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
         self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
         firsts = [s.first_token_time for s in self.samples if s.first_token_time is not None]
-        self.metrics.tracer.request(
-            rid=self.samples[0].rid if self.samples else "",
+        facts = RequestFacts(
+            rid=self.samples[0].rid,
             seconds=seconds,
             first_token_seconds=min(firsts) - self.start_time if firsts else None,
-            queue_seconds=self.samples[0].queue_time if self.samples else None,
+            queue_seconds=self.samples[0].queue_time,
             num_prompt_tokens=usage.prompt_tokens,
             num_output_tokens=usage.completion_tokens,
             num_cached_tokens=usage.cached_tokens,
             is_aborted=is_aborted,
         )
+        self.metrics.tracer.request(facts)
 
     async def _submit(self) -> None:
         assert self._caller is not None, "a request without an owner would share its prefixes with all"
