@@ -62,6 +62,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "documents": {"text_1": None, "text_2": None, "queries": "a"},
     "messages": {"prompt": None},
     "continue_final_message": {
+        "prompt": None,
         "add_generation_prompt": False,
         "messages": [USER, {"role": "assistant", "content": "b"}],
     },

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from diptych.shared.server.api.chat_prompt import template_args_of
 from diptych.shared.server.api.logprob_fields import TokenTexts
 from diptych.shared.server.api.native_protocol import (
     ApplyTemplateRequest,
@@ -13,6 +14,7 @@ from diptych.shared.server.api.native_protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from diptych.shared.server.api.protocol import ChatRequest
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.errors import ApiError, bad_request
 
@@ -76,14 +78,16 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
         }
 
 
+CHAT_FIELDS = tuple(ConversationFields.model_fields)
+"""Those of /v1/chat/completions that make the prompt."""
+
+
 async def _of_messages(body: ConversationFields, state: ServerState) -> list[int]:
     """As /v1/chat/completions makes the prompt."""
-    template_args = dict(body.chat_template_kwargs or {})
-    state.prompts.check_template_args(template_args)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    template_args["add_generation_prompt"] = body.add_generation_prompt
-    prompt = await state.prompts.of_messages(body.messages or [], tools or None, template_args)
-    return prompt.ids
+    chat = ChatRequest(**{name: getattr(body, name) for name in CHAT_FIELDS})
+    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
+    args = template_args_of(chat, state.prompts)
+    return (await state.prompts.of_messages(chat.messages, tools or None, args)).ids
 
 
 def _count(ids: list[Any]) -> Any:
