@@ -27,6 +27,8 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from diptych.shared.hardware import num_cpus
+
 _aten = torch.ops.aten
 _UNINITIALIZED = {
     _aten.empty.memory_format,
@@ -76,7 +78,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
     at the end."""
     variants = Variants()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    with ThreadPoolExecutor(num_threads or os.cpu_count(), "compile", _use, (device,)) as threads:
+    with ThreadPoolExecutor(num_threads or _idle_cores(), "compile", _use, (device,)) as threads:
         with AsyncCompileMode(threads) as mode:
             JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
             try:
@@ -88,6 +90,12 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
             for _ in tqdm(waiting, "compile kernels", len(mode.raw_futures), leave=False, delay=1.0):
                 pass
         list(threads.map(_load, variants.compiled))
+
+
+def _idle_cores() -> int:
+    """The number of threads: engines that start side by side share the cores, and each compilation takes
+    memory."""
+    return max(2, num_cpus() - round(os.getloadavg()[0]))
 
 
 def _use(device: int | None) -> None:

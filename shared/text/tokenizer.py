@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -59,10 +60,9 @@ class Tokenizer:
         folder = Path(folder)
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
-        from transformers import AutoTokenizer  # takes seconds to import
-
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+            loader = _loader_for(folder)
+            return cls(loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
         except Exception as error:  # of any kind: what a broken file raises depends on how it is broken
             reason = (str(error).splitlines() or [""])[0]
             raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
@@ -243,6 +243,20 @@ def _num_equal(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _loader_for(folder: Path) -> Any:
+    """The class of `transformers` that loads a tokenizer. AutoTokenizer imports the configurations of all
+    models, a third of a second, to find a class that the folder may name."""
+    config = folder / "tokenizer_config.json"
+    text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+    if json.loads(text).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _plain_decoder(hf_tokenizer: Any) -> Any:
