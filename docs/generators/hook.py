@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import commands, components, dialects, http, measured, mechanisms, tables, works
+from docs.generators import clients, commands, components, dialects, http, measured, mechanisms, tables, works
 
 Notes = dict[str, str]
 
@@ -51,6 +51,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "endpoints": http.endpoints,
     "body": http.body,
     "fields": http.fields,
+    "clients": clients.clients,
     "public-fields": http.public_fields,
 }
 """Name in a marker -> function of the words behind it and of the notes, if it has any."""

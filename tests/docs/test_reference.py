@@ -14,6 +14,7 @@ from diptych.shared.interfaces import PrefixCache, Scheduler
 from diptych.shared.tools.conformance.server.checks import all_checks
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, StepOutput
 from docs.generators import classes, hook, http, tables
+from docs.generators.client_scripts import CLIENTS
 from docs.generators.record_samples import FOLDER, SAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,13 @@ def test_every_route_and_field_has_a_meaning() -> None:
         "ApplyTemplateRequest",
         "CountTokensRequest",
     }  # in one line each
+
+
+def test_every_client_has_a_recorded_run_or_says_that_it_has_none() -> None:
+    text = expanded("works-with.md")
+    for client in CLIENTS:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {client.name} |")]
+        assert re.search(r"\| (passed|failed|not run)", row), row
 
 
 def test_every_sampling_parameter_has_a_meaning() -> None:

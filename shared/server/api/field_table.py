@@ -1,5 +1,5 @@
 """Fields that no body has: ignored, because they cannot change the answer, or refused with a reason. Bodies,
-their errors and the page of the HTTP API are made from this table.
+their errors and the page docs/reference/http-fields.md are made from this table.
 
 A place is a body, or an object in one: "chat.messages[]" is each entry of `messages`. A place that ends in
 ".type" lists values of that field in place of names. What is neither here nor in a body is refused by name.
