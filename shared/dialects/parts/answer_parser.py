@@ -85,7 +85,9 @@ class Stream(interface.Stream):
                 return markers_of[found[0]]
             self._take(len(self._text) - self._num_held(markers_of, starts, longest), emit)
             if not (yield from self._more()):
-                is_markup = self._is_in_block or (bool(self.tools) and not self._has_text)
+                # What is left is the beginning of a marker.
+                is_much = len(self._text) - self._at > 3
+                is_markup = self._is_in_block or (bool(self.tools) and (is_much or not self._has_text))
                 self._take(len(self._text), None if self.is_cut and is_markup else emit)
                 return ""
 

@@ -16,10 +16,21 @@ from diptych.shared.text.tokenizer import Tokenizer
 FOLDER = "diptych.shared.dialects"
 DIALECTS = {
     "gpt_oss": "GptOss",
+    "gemma4": "Gemma4",
+    "kimi": "Kimi",
+    "minimax": "MiniMax",
+    "deepseek_v32": "DeepSeekV32",
+    "deepseek_v4": "DeepSeekV4",
+    "deepseek_v3": "DeepSeekV3",
+    "deepseek_v31": "DeepSeekV31",
+    "mistral_args": "MistralArgs",
+    "mistral": "Mistral",
+    "glm": "Glm",
     "qwen3_coder": "Qwen3Coder",
     "hermes": "Hermes",
     "llama3": "Llama3",
     "pythonic": "Pythonic",
+    "phi4": "Phi4",
     "plain": "Plain",
 }
 """Module of this folder -> class, in the order in which templates are tried."""

@@ -48,3 +48,9 @@ def _edge(piece: Format) -> Any:
 def _sequence(pieces: list[Format]) -> Format:
     pieces = [piece for piece in pieces if piece.get("value") != ""] or pieces[:1]
     return pieces[0] if len(pieces) == 1 else {"type": "sequence", "elements": pieces}
+
+
+def between(begin: str, form: Format, end: str) -> Format:
+    """A format with constant texts around it."""
+    edges = [{"type": "const_string", "value": text} for text in (begin, end)]
+    return {"type": "sequence", "elements": [edges[0], form, edges[1]]}

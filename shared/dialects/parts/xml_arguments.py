@@ -39,9 +39,15 @@ def xml_arguments(schema: Any, tags: Tags) -> Format:
     if schema is True:
         any_name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
         before, _, behind = tags.begin("\0", True).partition("\0")
-        parts = [_const(before), any_name, _const(behind), _text(tags), _const(tags.end)]
+        parts = [
+            const_format(before),
+            any_name,
+            const_format(behind),
+            text_format(tags),
+            const_format(tags.end),
+        ]
         return {"type": "star", "content": {"type": "sequence", "elements": parts}}
-    root, schema = schema, _followed(schema, schema)
+    root, schema = schema, followed(schema, schema)
     for keyword in ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties"):
         if keyword in schema:
             raise ValueError(f"#/{keyword} is not supported for arguments between tags: declare properties")
@@ -50,12 +56,15 @@ def xml_arguments(schema: Any, tags: Tags) -> Format:
     for name in [*properties, *(name for name in required if name not in properties)]:
         argument = _argument(name, properties.get(name, True), root, tags)
         elements.append(argument if name in required else {"type": "optional", "content": argument})
-    return {"type": "sequence", "elements": elements} if elements else _const("")
+    return {"type": "sequence", "elements": elements} if elements else const_format("")
 
 
 def _argument(name: str, schema: Any, root: Any, tags: Tags) -> Format:
     branches = [
-        {"type": "sequence", "elements": [_const(tags.begin(name, is_text)), value, _const(tags.end)]}
+        {
+            "type": "sequence",
+            "elements": [const_format(tags.begin(name, is_text)), value, const_format(tags.end)],
+        }
         for is_text, value in _values(f"#/properties/{name}", schema, root, tags)
     ]
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": branches}
@@ -63,11 +72,11 @@ def _argument(name: str, schema: Any, root: Any, tags: Tags) -> Format:
 
 def _values(path: str, schema: Any, root: Any, tags: Tags) -> list[tuple[bool, Format]]:
     """Forms of a value: whether it is a text, and its format."""
-    schema = _followed(schema, root)
+    schema = followed(schema, root)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
             siblings = {key: value for key, value in schema.items() if key != keyword}
-            branches = [{**siblings, **_followed(each, root)} for each in schema[keyword]]
+            branches = [{**siblings, **followed(each, root)} for each in schema[keyword]]
             return [value for branch in branches for value in _values(path, branch, root, tags)]
     kinds = schema.get("type")
     if isinstance(kinds, list):
@@ -76,14 +85,14 @@ def _values(path: str, schema: Any, root: Any, tags: Tags) -> list[tuple[bool, F
     if values is not None and kinds in (None, "string"):
         texts = [value for value in values if isinstance(value, str)]
         others = [value for value in values if not isinstance(value, str) and kinds is None]
-        found = [(True, {"type": "or", "elements": list(map(_const, texts))})] if texts else []
-        return [*found, *([(False, _json({"enum": others}, root))] if others else [])]
+        found = [(True, {"type": "or", "elements": list(map(const_format, texts))})] if texts else []
+        return [*found, *([(False, json_format({"enum": others}, root))] if others else [])]
     if kinds == "string" or (kinds is None and not {"allOf", "not", "if"} & schema.keys()):
-        return [(True, _text(tags, schema, path))]
-    return [(False, _json(schema, root))]
+        return [(True, text_format(tags, schema, path))]
+    return [(False, json_format(schema, root))]
 
 
-def _text(tags: Tags, schema: Any = None, path: str = "") -> Format:
+def text_format(tags: Tags, schema: Any = None, path: str = "") -> Format:
     limits = {key: schema[key] for key in TEXT_LIMITS if key in (schema or {})}
     if not limits:
         return {"type": "any_text", "excludes": [tags.end_marker]}
@@ -99,12 +108,12 @@ def _text(tags: Tags, schema: Any = None, path: str = "") -> Format:
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": branches}
 
 
-def _json(schema: dict[str, Any], root: Any) -> Format:
+def json_format(schema: dict[str, Any], root: Any) -> Format:
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {"type": "json_schema", "json_schema": {**definitions, **schema}, "max_whitespace_cnt": 1}
 
 
-def _followed(schema: Any, root: Any) -> dict[str, Any]:
+def followed(schema: Any, root: Any) -> dict[str, Any]:
     """The schema that references lead to, with the keywords beside them."""
     for _ in range(16):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -115,5 +124,5 @@ def _followed(schema: Any, root: Any) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
-def _const(text: str) -> Format:
+def const_format(text: str) -> Format:
     return {"type": "const_string", "value": text}

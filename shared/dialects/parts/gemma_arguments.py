@@ -1,0 +1,65 @@
+"""The grammar of Gemma 4's arguments: bare keys in sorted order, texts between `<|"|>`.
+
+xgrammar's own style for them spells the quotes out, which a model writes as tokens. A value whose form the
+schema leaves open is JSON, which the dialect reads too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.shared.dialects.parts.json_calls import json_object
+from diptych.shared.dialects.parts.tags import Format
+from diptych.shared.dialects.parts.xml_arguments import (
+    Tags,
+    const_format,
+    followed,
+    json_format,
+    text_format,
+)
+
+QUOTE = '<|"|>'
+_QUOTED = Tags(lambda name, is_text: QUOTE, QUOTE, QUOTE)
+
+
+def gemma_object(schema: Any, root: Any = None) -> Format:
+    """An object, braces included. True: any. Raises `ValueError` as `xml_arguments`."""
+    if schema is True:
+        return json_object(True)
+    root = schema if root is None else root
+    schema = followed(schema, root)
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not properties:
+        return json_format(schema, root)
+    rest: dict[bool, Format] = {
+        True: const_format("}"),
+        False: const_format("}"),
+    }  # is the next one the first?
+    for name in sorted(properties, key=str.lower, reverse=True):
+        value = _value(properties[name], root, f"#/properties/{name}")
+        given = {
+            is_first: _sequence(const_format(f"{'' if is_first else ','}{name}:"), value, rest[False])
+            for is_first in rest
+        }
+        rest = given if name in required else {k: _either(given[k], rest[k]) for k in rest}
+    return _sequence(const_format("{"), rest[True])
+
+
+def _value(schema: Any, root: Any, path: str) -> Format:
+    schema = followed(schema, root)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None and all(isinstance(each, str) for each in values):
+        return _either(*(const_format(f"{QUOTE}{each}{QUOTE}") for each in values))
+    if schema.get("type") == "string":
+        return _sequence(const_format(QUOTE), text_format(_QUOTED, schema, path), const_format(QUOTE))
+    if schema.get("type") == "object" and schema.get("properties"):
+        return gemma_object(schema, root)
+    return json_format(schema, root)
+
+
+def _sequence(*parts: Format) -> Format:
+    return {"type": "sequence", "elements": list(parts)}
+
+
+def _either(*branches: Format) -> Format:
+    return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
