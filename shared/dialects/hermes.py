@@ -1,4 +1,4 @@
-"""Hermes 2 and 3, Qwen 2.5, Qwen 3, QwQ: JSON calls between `<tool_call>` and `</tool_call>`."""
+"""Hermes 2 and 3, Qwen 2.5, Qwen 3, QwQ, SmolLM3: JSON calls between `<tool_call>` and `</tool_call>`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from diptych.shared.dialects.parts.json_calls import dumps, json_object, read_js
 from diptych.shared.interfaces.dialect import Call, Reasoning, Steps, Stream
 
 START, END = "<tool_call>", "</tool_call>"
+XML_TOOLS = "xml_tools"
+"""What SmolLM3's template calls the tools of such calls."""
 
 
 class Hermes(BlockDialect):
@@ -34,4 +36,4 @@ class Hermes(BlockDialect):
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:
-        return START in template or (not template and has_token(START))
+        return START in template or XML_TOOLS in template or (not template and has_token(START))

@@ -170,6 +170,8 @@ class Tokenizer:
 
         from diptych.shared.text.template_limits import bound_templates, start_counting
 
+        if tools and "xml_tools" in self.chat_template:  # what SmolLM3's template calls them
+            template_args = {"xml_tools": tools, **template_args}
         bound_templates()
         start_counting()
         try:

@@ -11,13 +11,16 @@ from diptych.shared.dialects.deepseek_v31 import DeepSeekV31
 from diptych.shared.dialects.deepseek_v32 import DeepSeekV32
 from diptych.shared.dialects.gemma4 import Gemma4
 from diptych.shared.dialects.glm import Glm
+from diptych.shared.dialects.hermes import Hermes
 from diptych.shared.dialects.kimi import Kimi
 from diptych.shared.dialects.minimax import MiniMax
 from diptych.shared.dialects.mistral import Mistral
 from diptych.shared.dialects.mistral_args import MistralArgs
+from diptych.shared.dialects.parts.choose import detect
 from diptych.shared.dialects.phi4 import Phi4
 from diptych.shared.interfaces.dialect import Dialect
-from tests.dialects.reading import read
+from diptych.shared.tools.conformance.oracles.read_answers import read
+from tests.text.make import byte_level
 
 V3_CALL = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
 V31_CALL = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
@@ -120,3 +123,15 @@ def test_mistral_ids_have_nine_letters_on_both_sides() -> None:
     assert a == same != b == other
     assert all(len(text) == 9 and text.isalnum() for text in (a, b, Mistral().new_id("f", 0)))
     assert ids_in(Mistral().history(conversation("abcDEF123"))) == ["abcDEF123"] * 2
+
+
+def test_smollm3_has_another_name_for_tools() -> None:
+    tokenizer = byte_level.__wrapped__()  # one of its own
+    tokenizer.hf_tokenizer.chat_template = (
+        "{% for tool in xml_tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    assert isinstance(detect(tokenizer), Hermes)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = tokenizer.render([{"role": "user", "content": "Hi"}], tools=tools)
+    assert text == '{"type": "function", "function": {"name": "f"}}Hi'
