@@ -153,6 +153,11 @@ class Dialect(ABC):
             "stop_after_first": not is_parallel,
         }
 
+    def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any] | None:
+        """Text with any number of calls as an xgrammar format; unless `is_parallel` it ends with the first
+        one. None: where the family's calls begin cannot be told."""
+        return None
+
     def text_format(self, text: dict[str, Any]) -> dict[str, Any]:
         """An xgrammar format of the final text, with what stands around it."""
         return text

@@ -68,6 +68,23 @@ def allowed(matcher: Any, num_ids: int) -> list[int]:
 
 @any_dialect
 @pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
+def test_calls_in_a_free_text_are_constrained(dialect: Dialect, is_special: bool) -> None:
+    compiler, ids = compiler_of(dialect)
+    ids = ids if is_special else {}
+    form = dialect.optional_calls_format(TOOLS, is_parallel=True)
+    if form is None:  # nothing says where a call begins
+        return
+    tag = json.dumps({"type": "structural_tag", "format": with_tokens(form, ids)})
+    grammar = compile_spec(compiler, "structural_tag", tag)
+    call = write(dialect, ("f", {"text": "b", "count": 3}))
+    wrong = write(dialect, ("unknown", {"text": "b", "count": 3}))
+    for text, is_right in ((f"Hm. {call} So.{call}", True), ("No call.", True), (f"Hm. {wrong}", False)):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        assert all(matcher.accept_token(i) for i in [*tokens_of(text, ids), END]) == is_right
+
+
+@any_dialect
+@pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
 def test_what_is_written_is_allowed(dialect: Dialect, is_special: bool) -> None:
     matcher, ids = grammar_of(dialect, TOOLS, True, is_special)
     arguments = {"text": "aü<", "count": 3, "tree": {"v": 1}}

@@ -105,6 +105,17 @@ def test_both_are_possible(server: RunningServer, first: str) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_strict_tools_leave_the_answer_free(server: RunningServer, path: str) -> None:
+    body = {
+        k: v for k, v in asked(path, "auto").items() if k not in ("response_format", "text", "output_config")
+    }
+    (body["tools"][0]["function"] if path == CHAT else body["tools"][0])["strict"] = True
+    status, answer = post(server, path, {**body, "temperature": 0})
+    assert status == 200, answer
+    assert "42" in json.dumps(answer)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_required_call_ignores_the_format(server: RunningServer, path: str) -> None:
     status, body = post(server, path, asked(path, "required"))
     assert status == 200, body

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from diptych.shared.interfaces.dialect import Dialect, NotACall, ReasoningState, Steps, Stream
 
@@ -21,6 +23,17 @@ class BlockDialect(Dialect):
     def block(self, stream: Stream, start: str) -> Steps[None]:
         """Read the calls of a block behind its marker `start` ("": there is none), up to `end`. Raises
         `NotACall`."""
+
+    def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any] | None:
+        has_own_blocks = type(self).calls_format is not Dialect.calls_format
+        if self.bare or has_own_blocks:
+            return None
+        return {
+            "type": "triggered_tags",
+            "triggers": list(self.starts[:1]),
+            "tags": [self.tag(name, schema) for name, schema in tools.items()],
+            "stop_after_first": not is_parallel,
+        }
 
     def read(self, stream: Stream, state: ReasoningState) -> Steps[None]:
         is_inside = self.reasoning is not None and state == "open"

@@ -22,6 +22,9 @@ def with_tokens(form: Any, ids: Mapping[str, int]) -> Any:
     }
     if form.get("type") == "const_string":
         return _sequence(_pieces(form["value"], ids))
+    if form.get("type") == "triggered_tags" and set(form["triggers"]) <= ids.keys():
+        triggers = [ids[trigger] for trigger in form.pop("triggers")]
+        return {**form, "type": "token_triggered_tags", "trigger_tokens": triggers}
     if form.get("type") != "tag":
         return form
     begin, end = _pieces(form["begin"], ids), _pieces(form["end"], ids)

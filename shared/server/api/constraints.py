@@ -16,7 +16,8 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
     """The body whose fields of sampling hold, and further fields of SamplingParams.
 
     A call that is required or named leaves no place for a response_format. With "auto" the answer is calls,
-    or the text that the format asks for. Raises 400 for a call that the model's dialect cannot write."""
+    or the text that the format asks for; without a format calls are constrained if a tool is strict, where
+    the dialect can tell where one begins. Raises 400 for a call that the model's dialect cannot write."""
     choice, tools = body.tool_choice, form.tools
     if isinstance(choice, ToolChoice):
         name = choice.function.name
@@ -27,7 +28,7 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
     shape = body.response_format
     has_format = shape is not None and shape.type != "text"
     if not tools or not (is_forced or has_format):
-        return body, {}
+        return body, _optional_calls(body, form)
     if "none" in form.dialect.tool_parsers:
         if not is_forced:
             return body, {}
@@ -48,6 +49,19 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
     schema = json.loads(schema) if isinstance(schema, str) else schema
     text = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     return plain, _constraint({"type": "or", "elements": [calls, form.dialect.text_format(text)]}, form)
+
+
+def _optional_calls(body: ChatRequest, form: AnswerForm) -> dict[str, Any]:
+    """Strict tools are called by their schema, and others with any object."""
+    strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
+    if not form.tools or not strict or body.grammar_params():
+        return {}
+    tools = {name: schema if name in strict else True for name, schema in form.tools.items()}
+    try:
+        shape = form.dialect.optional_calls_format(tools, body.parallel_tool_calls)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
+    return _constraint(shape, form) if shape is not None else {}
 
 
 def _constraint(shape: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
