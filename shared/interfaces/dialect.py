@@ -155,7 +155,7 @@ class Dialect(ABC):
 
     def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any] | None:
         """Text with any number of calls as an xgrammar format; unless `is_parallel` it ends with the first
-        one. None: where the family's calls begin cannot be told."""
+        one. None: no marker of the family begins a call."""
         return None
 
     def text_format(self, text: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
 
     A call that is required or named leaves no place for a response_format. With "auto" the answer is calls,
     or the text that the format asks for; without a format calls are constrained if a tool is strict, where
-    the dialect can tell where one begins. Raises 400 for a call that the model's dialect cannot write."""
+    the dialect has a marker before one. Raises 400 for a call that the model's dialect cannot write."""
     choice, tools = body.tool_choice, form.tools
     if isinstance(choice, ToolChoice):
         name = choice.function.name
