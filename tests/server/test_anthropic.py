@@ -273,3 +273,24 @@ def test_a_conversation_with_tools() -> None:
     assert chat.tools[0].function.parameters == {"type": "object"}
     assert chat.tool_choice.function.name == "f"  # type: ignore[union-attr]
     assert not chat.parallel_tool_calls
+
+
+def test_a_tool_runner_goes_on_without_a_thread(client: anthropic.Anthropic) -> None:
+    """It asks the server to store the conversation, and sends the whole one when that is refused."""
+    import anthropic
+
+    called: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Of a city."""
+        called.append(city)
+        return "Rain."
+
+    runner = client.beta.messages.tool_runner(
+        model="tiny-dense", max_tokens=64, messages=SUM, tools=[weather], tool_choice={"type": "any"},
+        max_iterations=2,
+    )  # fmt: skip
+    reasons = [message.stop_reason for message in runner]
+    assert (reasons[0], len(reasons)) == ("tool_use", 2)
+    assert called
