@@ -20,7 +20,7 @@ MoeRunnerName = Literal[
     "auto", "triton", "triton_kernel", "deep_gemm", "cutlass", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_trtllm", "flashinfer_cutedsl",
 ]  # fmt: skip
-KvCacheDtypeName = Literal["auto", "fp8_e4m3"]
+KvCacheDtypeName = Literal["auto", "bfloat16", "fp8_e4m3"]
 QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
@@ -124,11 +124,11 @@ class EngineFlags:
     computer, and has at least 16 bytes."""
 
     kv_cache_dtype: KvCacheDtypeName = flag(
-        MEMORY, "auto", "auto: the model's number format; fp8_e4m3: 8 bits a value."
+        MEMORY, "auto", "auto: the model's number format; bfloat16; fp8_e4m3: 8 bits a value."
     )
-    """fp8_e4m3 doubles the pool of a bfloat16 model and halves what decoding reads of it. K and V keep 4
-    significant bits, so answers change. Scales come from the checkpoint, else they are 1. The draft model of
-    speculative decoding keeps its own dtype."""
+    """bfloat16 halves the pool of a float32 model. fp8_e4m3 doubles the tokens of a bfloat16 pool and halves
+    what decoding reads. K and V keep 4 significant bits, so answers change. Scales come from the checkpoint,
+    else they are 1. The draft model of speculative decoding keeps its own dtype."""
     page_size: int = flag(MEMORY, 1, "Tokens of a KV page.", at_least=1)
     """Larger pages make page tables shorter. A shared prefix ends at a page boundary, so up to `page_size` -
     1 tokens of each hit are computed again, and each request wastes half a page on average."""

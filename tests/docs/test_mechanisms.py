@@ -16,6 +16,8 @@ ROWS = read_mechanisms()
 
 def problem_with(row: Mechanism) -> str | None:
     """What is wrong with a row; None: nothing."""
+    if len(row.name) < 3:
+        return "it has no name"
     for place in row.places:
         file, _, name = place.partition(":")
         path = ROOT / file

@@ -205,3 +205,25 @@ def test_latent_rows_have_one_scale(tmp_path: Path) -> None:
     dtype, found = kv_cache_of(tmp_path, config, EngineConfig(kv_cache_dtype="fp8_e4m3"))
     assert dtype == FP8
     assert found == [KVScales(0.5 + i, 0.5 + i) for i in range(config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize("config", ["llama-biases", "deepseek-v2"])
+def test_a_bfloat16_pool(config: str, tmp_path: Path) -> None:
+    """Half the bytes of a float32 model's; both panels give the same tokens, and other than with float32."""
+    folder = tmp_path / config
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[config]))
+    flags = {"load_format": "dummy", "device": "cpu", "max_total_tokens": 256, "dtype": "float32"}
+    found = {}
+    for panel, dtype in (("reference", "bfloat16"), ("optimized", "bfloat16"), ("reference", "auto")):
+        llm = LLM(str(folder), panel=panel, kv_cache_dtype=dtype, **flags)
+        output = llm.generate(
+            [5, 7, 11, 13] * 6, temperature=0, max_tokens=8, progress=False, return_logprob=True
+        )
+        found[panel, dtype] = output.output_ids, [each.logprob for each in output.output_logprobs]
+        wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        assert llm.assembly.kv_pool.dtype == wanted
+    ids, logprobs = found["reference", "bfloat16"]
+    assert found["optimized", "bfloat16"][0] == ids
+    assert found["optimized", "bfloat16"][1] == pytest.approx(logprobs, abs=2e-2)
+    assert found["reference", "auto"][1] != logprobs

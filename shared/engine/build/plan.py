@@ -77,7 +77,9 @@ def make_plan(
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
     check_row_memory(config, device)
     kv_dtype, kv_scales = dtype, None
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype == "bfloat16":
+        kv_dtype = torch.bfloat16
+    elif config.kv_cache_dtype != "auto":
         kv_dtype, kv_scales = kv_cache_of(folder, model_config, config)
     num_token_ids = model_config.vocab_size
     if tokenizer is not None:
