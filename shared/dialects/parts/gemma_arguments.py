@@ -1,4 +1,4 @@
-"""The grammar of Gemma 4's arguments: bare keys in sorted order, texts between `<|"|>`.
+"""Gemma 4's arguments, written, read and as a grammar: bare keys in sorted order, texts between `<|"|>`.
 
 xgrammar's own style for them spells the quotes out, which a model writes as tokens. A value whose form the
 schema leaves open is JSON, which the dialect reads too.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.shared.dialects.parts.json_calls import json_object
+from diptych.shared.dialects.parts.json_calls import dumps, json_object
 from diptych.shared.dialects.parts.tags import Format
+from diptych.shared.dialects.parts.typed_values import as_json, read_text
 from diptych.shared.dialects.parts.xml_arguments import (
     Tags,
     const_format,
@@ -17,8 +18,10 @@ from diptych.shared.dialects.parts.xml_arguments import (
     json_format,
     text_format,
 )
+from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
-QUOTE = '<|"|>'
+END, QUOTE = "<tool_call|>", '<|"|>'
+MAX_DEPTH = 64
 _QUOTED = Tags(lambda name, is_text: QUOTE, QUOTE, QUOTE)
 
 
@@ -63,3 +66,69 @@ def _sequence(*parts: Format) -> Format:
 
 def _either(*branches: Format) -> Format:
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
+
+
+def _read_value(stream: Stream, depth: int) -> Steps[str]:
+    """A value, given out as JSON. Returns the character behind it that it took, or ""."""
+    yield from stream.space()
+    if depth > MAX_DEPTH:
+        raise NotACall
+    if (yield from stream.accept(QUOTE)):
+        yield from read_text(stream, QUOTE)
+    elif (yield from stream.peek()) == '"':  # JSON
+        yield from stream.json(stream.arguments)
+    elif (yield from stream.accept("{")):
+        yield from read_object(stream, depth + 1)
+    elif (yield from stream.accept("[")):
+        yield from _list(stream, depth + 1)
+    else:
+        parts: list[str] = []
+        found = yield from stream.until(",", "}", "]", END, emit=parts.append)
+        if found:
+            stream.arguments(as_json("".join(parts).strip(), frozenset()))
+        return found or END
+    return ""
+
+
+def read_object(stream: Stream, depth: int = 0) -> Steps[None]:
+    """An object behind its brace, given out as JSON."""
+    before, found = "{", ""
+    while found not in ("}", END):
+        yield from stream.space()
+        if (yield from stream.accept("}")):
+            break
+        if (yield from stream.accept(QUOTE)):
+            key = yield from stream.head(QUOTE)
+            yield from stream.until(":")
+        else:
+            key = (yield from stream.head(":")).strip('"')
+        stream.arguments(f"{before}{dumps(key)}: ")
+        before = ", "
+        found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", "}", END)) or END
+    if found != END:
+        stream.arguments("}" if before == ", " else "{}")
+
+
+def _list(stream: Stream, depth: int) -> Steps[None]:
+    """Behind its bracket."""
+    before, found = "[", ""
+    while found not in ("]", END):
+        yield from stream.space()
+        if (yield from stream.accept("]")):
+            break
+        stream.arguments(before)
+        before = ", "
+        found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", "]", END)) or END
+    if found != END:
+        stream.arguments("]" if before == ", " else "[]")
+
+
+def written(value: Any) -> str:
+    """As chat templates write a value."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{written(value[key])}' for key in sorted(value, key=str.lower))}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return dumps(value)
