@@ -91,7 +91,8 @@ class Rehearsal(CudaGraphs):
     def capture_pieces(
         self, function: Callable[[Cut], list[torch.Tensor]]
     ) -> tuple[Replay, list[torch.Tensor]]:
-        return _nothing, function(lambda tensors: (_nothing, tensors))
+        function(lambda tensors: (_nothing, []))  # pieces that kept their tensors would fill the memory
+        return _nothing, []
 
 
 _of_drafters: WeakKeyDictionary[CausalLM, CudaGraphs] = WeakKeyDictionary()

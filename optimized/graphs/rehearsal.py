@@ -37,7 +37,10 @@ SAMPLING: tuple[dict[str, object], ...] = (
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
     {"temperature": 0.0, "return_logprob": True},
+    {"temperature": 0.0, "return_logprob": True, "top_logprobs_num": 5},
+    {"temperature": 0.8, "return_logprob": True},
     {"temperature": 0.8, "return_logprob": True, "top_logprobs_num": 5},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "return_logprob": True},
     {"temperature": 0.8, "top_p": 0.9, "return_logprob": True, "top_logprobs_num": 5},
     {"temperature": 0.8, "frequency_penalty": 0.5, "min_new_tokens": 1},
 )
@@ -55,7 +58,8 @@ def prefill_batches(
         most = min(most, config.chunked_prefill_size)
     group = model.num_qo_heads // model.num_kv_heads
     cases = [(min(num_captured + n, most), n) for n in NUM_REQUESTS]
-    cases += [(n * max(rows // group, 1), n) for n in BATCH_SIZES for rows in TILE_ROWS]
+    # Less than a whole tile each: from 64 tokens on, the default backend asks FlashInfer.
+    cases += [(n * max(rows // group * 3 // 4, 1), n) for n in BATCH_SIZES for rows in TILE_ROWS]
     if model.moe is not None:
         cases += [(n, 1) for n in (*NUM_TOKENS, most) if num_captured < n]
     for num_tokens, num_requests in cases:

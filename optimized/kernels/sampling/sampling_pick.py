@@ -176,7 +176,10 @@ def _draw_filtered(
     return token_id
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_slices"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_slices"],
+    do_not_specialize_on_alignment=["slice_sum_ptr", "slice_best_ptr"],  # halves of one tensor
+)
 def _pick_kernel(
     logits_ptr, seeds_ptr, positions_ptr, is_greedy_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     slice_max_ptr, slice_sum_ptr, slice_argmax_ptr, slice_best_ptr, group_max_ptr,

@@ -120,7 +120,10 @@ def _best_score(
     return tl.where(tl.sum(near, axis=0) > 1, ~best_id, best_id)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_slices"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_slices"],
+    do_not_specialize_on_alignment=["slice_sum_ptr", "slice_best_ptr"],  # halves of one tensor
+)
 def _scan_kernel(
     logits_ptr, seeds_ptr, positions_ptr, is_greedy_ptr, temperatures_ptr, top_ks_ptr,
     slice_max_ptr, slice_sum_ptr, slice_argmax_ptr, slice_best_ptr, group_max_ptr,
