@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.llm import LLM
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, post
 from tests.server.test_text import events
 from tests.server.test_text import post as post_bytes
@@ -97,6 +97,18 @@ def test_two_live_requests_have_different_ids(server: RunningServer) -> None:
     body["sampling_params"] = {"max_new_tokens": 1}
     assert good(server, NATIVE, body)["meta_info"]["id"] == "twice"
     refused(server, NATIVE, {**body, "rid": ""}, "rid")
+
+
+def test_a_demanded_call_that_is_cut_shows_no_markup() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    with serving("--tool-call-parser", "hermes") as server:
+        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+            for max_tokens in (1, 2, 4, 8, 16):
+                body = {"messages": SUM, "tools": tools, "tool_choice": choice, "max_tokens": max_tokens}
+                found = good(server, CHAT, {**body, **GREEDY})["choices"][0]
+                assert found["finish_reason"] == "length"
+                assert not found["message"]["content"]
 
 
 # ---- lists of /generate ----

@@ -43,10 +43,10 @@ def offers(server: Server, oracle: Oracle) -> Offers:
 
 def test_what_this_server_offers(offers: Offers) -> None:
     assert offers.kind == "diptych"
-    assert offers.scoring == ("echo", "generated")
+    assert offers.scoring == ("echo", "prompt_logprobs", "generated")
     assert offers.num_top_logprobs == 20
     missing = {name for name, value in vars(offers).items() if value is False}
-    assert missing == {"prompt_logprobs"} == set(offers.reasons)
+    assert missing == set() == set(offers.reasons)
 
 
 def test_prompt_and_continuation_are_the_oracles(server: Server, offers: Offers, oracle: Oracle) -> None:

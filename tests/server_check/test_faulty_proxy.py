@@ -37,7 +37,7 @@ def test_a_fault_that_changes_nothing_gives_the_same_answers(proxied: LocalServe
                 whole.json()["choices"],
                 stream.headers["content-type"].partition(";")[0],
                 ("".join(texts), events[-1]),  # tokens that come together may be one chunk
-                (bad.status_code, bad.json(), broken.status_code, broken.json()),
+                (bad.status_code, bad.json()["error"], broken.status_code, broken.json()["error"]),
             ]
         )
     assert answers[0] == answers[1]
