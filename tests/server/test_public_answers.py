@@ -279,6 +279,19 @@ def test_prompts_are_cut_to_their_length(server: RunningServer) -> None:
     assert vectors["usage"]["prompt_tokens"] == 3
 
 
+def test_a_prompt_that_is_too_long_has_one_code(server: RunningServer) -> None:
+    """Counted in characters, before it is tokenized, or in tokens."""
+    for text in ("a" * 10**6, "one two three " * 3000):
+        for path, body in (
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+            (NATIVE, {"text": text}),
+            ("/v1/embeddings", {"input": text}),
+        ):
+            status, answer = post(server, path, body)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_the_template_leaves_the_answer_closed(server: RunningServer, llm: LLM) -> None:
     body = {"messages": SUM, "max_tokens": 1, "return_token_ids": True, "add_generation_prompt": False}
     closed = llm.tokenizer.chat(SUM, add_generation_prompt=False)
