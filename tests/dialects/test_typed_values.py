@@ -87,3 +87,13 @@ READ = ("f", '{"a": "x </tool_call> y\\n"}')
 def test_forms_of_a_block(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for cut in range(len(text)):
         assert read(Qwen3Coder(), [text[:cut], text[cut:]], TOOLS) == (content, "", calls)
+
+
+@pytest.mark.parametrize("value", ["[" + "1, " * 30_000 + "2]", "x" * 70_000])
+def test_a_long_value_is_read_alike_in_pieces(value: str) -> None:
+    text = f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>"
+    tools = {"f": {"properties": {"a": {"type": ["array", "string"]}}}}
+    expected = value if value.startswith("[") else f'"{value}"'
+    for size in (len(text), 1, 1000):
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        assert read(Qwen3Coder(), parts, tools).calls == [("f", f'{{"a": {expected}}}')]

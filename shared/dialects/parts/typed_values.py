@@ -12,6 +12,7 @@ from diptych.shared.interfaces.dialect import Steps, Stream
 
 MAX_CHECKED_CHARS = 65536
 """A longer object or array is taken as it is: reading it would take the event loop's time."""
+_CONTAINERS = {"{": "object", "[": "array"}
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _OF_VALUE = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -40,8 +41,26 @@ def read_value(stream: Stream, types: frozenset[str], end: str) -> Steps[None]:
         yield from read_text(stream, end, strips_newlines=True)
         return
     parts: list[str] = []
-    if (yield from stream.until(end, emit=parts.append)):
-        stream.arguments(as_json("".join(parts).removeprefix("\n").removesuffix("\n"), types))
+    num_chars, is_passed_on = 0, None
+
+    def emit(text: str) -> None:
+        """A long object or array streams as it is, but for the last newline."""
+        nonlocal num_chars, is_passed_on
+        parts.append(text)
+        num_chars += len(text)
+        if num_chars > MAX_CHECKED_CHARS and is_passed_on is None:
+            parts[:] = ["".join(parts).removeprefix("\n")]
+            kind = _CONTAINERS.get(parts[0].lstrip()[:1])
+            is_passed_on = kind is not None and (not types or kind in types)
+        if is_passed_on:
+            whole = "".join(parts)
+            parts[:] = ["\n"] if whole.endswith("\n") else []
+            stream.arguments(whole.removesuffix("\n"))
+
+    if (yield from stream.until(end, emit=emit)) and not is_passed_on:
+        text = "".join(parts)
+        text = text if is_passed_on is False else text.removeprefix("\n")
+        stream.arguments(as_json(text.removesuffix("\n"), types))
 
 
 def read_text(stream: Stream, end: str, strips_newlines: bool = False) -> Steps[None]:
