@@ -283,7 +283,7 @@ def test_a_tool_runner_goes_on_without_a_thread(client: anthropic.Anthropic) -> 
 
     @anthropic.beta_tool
     def weather(city: Literal["Bergen", "Lima"]) -> str:
-        """Of a city."""
+        """The weather of a city."""
         called.append(city)
         return "Rain."
 

@@ -30,11 +30,13 @@ from diptych.shared.server.engine.messages import (
     ToEngine,
     Unreadable,
     finish_of,
+    refusal,
 )
 from diptych.shared.server.engine.profiler import Profiler
+from diptych.shared.server.engine.tree_shape import shape_of_tree
 from diptych.shared.server.engine.warm_up import warm_up
 from diptych.shared.server.engine.weight_actions import WeightActions
-from diptych.shared.types import FinishAbort, FinishReason, Req, StepOutput
+from diptych.shared.types import FinishAbort, Req, StepOutput
 from diptych.shared.types.lora import LoraAdapter
 
 IDLE_TICK = 0.1
@@ -118,7 +120,7 @@ class EngineLoop:
             if isinstance(message, Generate):
                 self._on_generate(message)
             elif isinstance(message, Unreadable):
-                self._refused.append(_refusal(message.rid, FinishAbort(message.problem, 400)))
+                self._refused.append(refusal(message.rid, FinishAbort(message.problem, 400)))
             elif isinstance(message, Abort):
                 for rid in message.rids:
                     self._abort(rid)
@@ -134,7 +136,7 @@ class EngineLoop:
             try:
                 adapter = self._adapters().get(message.lora)
             except ValueError as error:  # it was unloaded meanwhile
-                self._refused.append(_refusal(message.rid, FinishAbort(str(error), 404)))
+                self._refused.append(refusal(message.rid, FinishAbort(str(error), 404)))
                 return
             extra_key = cache_namespace(message.extra_key, adapter)
         req = Req(
@@ -160,10 +162,10 @@ class EngineLoop:
             if not self.grammar_queue.add(req, message.client):
                 self._add_request(req)
         except ValueError as error:
-            self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
+            self._refused.append(refusal(message.rid, FinishAbort(str(error), 400)))
         except Exception as error:  # of the vision tower, for one: the scheduler has nothing of the request
             problem = f"the request cannot be prepared: {error!r}"
-            self._refused.append(_refusal(message.rid, FinishAbort(problem, 500)))
+            self._refused.append(refusal(message.rid, FinishAbort(problem, 500)))
 
     def _add_request(self, req: Req) -> None:
         self.scheduler.add_request(req)
@@ -179,19 +181,19 @@ class EngineLoop:
                 except ValueError as error:
                     problem = FinishAbort(str(error), 400)
             if problem is not None:
-                self._refused.append(_refusal(req.rid, problem))
+                self._refused.append(refusal(req.rid, problem))
 
     def _abort(self, rid: str) -> bool:
         """False when the request has ended or never was. The scheduler reports the end in its next step, for
         which the client of a paused engine does not wait."""
         if self.grammar_queue.drop(rid):
-            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+            self._refused.append(refusal(rid, FinishAbort("aborted")))
             return True
         if not self.scheduler.abort(rid):
             return False
         if self.is_paused:
             self._live.pop(rid, None)
-            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+            self._refused.append(refusal(rid, FinishAbort("aborted")))
         return True
 
     def _on_control(self, message: Control) -> None:
@@ -280,23 +282,8 @@ class EngineLoop:
         return {name: getattr(load, name) for name in load.__struct_fields__}
 
     def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 100_000) -> dict[str, Any]:
-        """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps;
-        `is_cut`: the tree is larger."""
-        nodes: list[dict[str, int]] = []
-        num_tokens = 0
-        for node in self.assembly.parts.tree_cache.nodes():
-            if len(nodes) == max_nodes or num_tokens > max_tokens:
-                return {"nodes": nodes, "is_cut": True}
-            num_tokens += len(node.slots)
-            nodes.append(
-                {
-                    "id": node.node_id,
-                    "parent": node.parent_id,
-                    "num_tokens": len(node.slots),
-                    "lock_ref": node.lock_ref,
-                }
-            )
-        return {"nodes": nodes, "is_cut": False}
+        """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps."""
+        return shape_of_tree(self.assembly.parts.tree_cache.nodes(), max_nodes, max_tokens)
 
     # ---- steps and messages out ----
 
@@ -407,15 +394,3 @@ class EngineLoop:
             description={**assembly.selection, **assembly.memory.rows()},
             startup_seconds={"imports": self.import_seconds, **assembly.seconds},
         )
-
-
-def _refusal(rid: str, reason: FinishReason) -> RequestOutput:
-    return RequestOutput(
-        rid=rid,
-        new_token_ids=[],
-        finish=finish_of(reason),
-        output_logprobs=[],
-        input_logprobs=[],
-        num_cached_tokens=0,
-        num_accepted_tokens=0,
-    )

@@ -228,3 +228,15 @@ def decode_to_engine(data: bytes) -> ToEngine | Unreadable:
             raise
         return Unreadable(found["rid"], str(error))
     return message
+
+
+def refusal(rid: str, reason: FinishReason) -> RequestOutput:
+    return RequestOutput(
+        rid=rid,
+        new_token_ids=[],
+        finish=finish_of(reason),
+        output_logprobs=[],
+        input_logprobs=[],
+        num_cached_tokens=0,
+        num_accepted_tokens=0,
+    )
