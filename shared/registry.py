@@ -62,7 +62,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "diptych.optimized.mla.mla_triton:TritonMLA",
         "absorbed": "diptych.reference.mla.mla_attention:AbsorbedMLA",
         "triton": "diptych.optimized.mla.mla_triton:TritonMLA",
-        "flashinfer": "diptych.optimized.mla.mla_flashinfer:FlashInferMLA",
     },
     "linear_attention": {"reference": "diptych.reference.linear_attention:LinearAttention"},
     "layers": {"reference": "diptych.reference.layers", "optimized": "diptych.optimized.layers"},
@@ -132,7 +131,6 @@ DETERMINISTIC: dict[str, dict[str, str]] = {
 
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {
     "attention": ("flashinfer", "fa3"),
-    "mla_attention": ("flashinfer",),
 }
 """component -> choices that run on CUDA GPUs only."""
 
@@ -150,6 +148,7 @@ NEEDS_TRITON: dict[str, tuple[str, ...]] = {
 NO_TRITON = "needs a CUDA GPU (for tests on a CPU, Triton's interpreter: TRITON_INTERPRET=1)"
 
 UNAVAILABLE: dict[str, str] = {
+    "mla_attention=flashinfer": "needs FlashInfer's latent kernels, whose wrapper is not built in",
     "mla_attention=flashmla": "needs a Hopper GPU, pages of 64 tokens and the kernels of FlashMLA",
     "mla_attention=cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and a kernel of CUTLASS",
     "mla_attention=trtllm_mla": "needs an sm_100 GPU and TensorRT-LLM's kernels for latent attention",

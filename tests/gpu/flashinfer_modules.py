@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionCase
-from diptych.shared.tools.conformance.oracles.mla_batches import PLAIN_SIZES, MLACase
 from diptych.shared.types import ForwardMode
 from diptych.shared.types.attention import FP8
 
@@ -30,7 +29,7 @@ CUDA_CORE_GROUP_SIZES = (1, 2)
 
 
 class Module(NamedTuple):
-    """`kernels`: decode, fa2, fa3, mla or experts."""
+    """`kernels`: decode, fa2, fa3 or experts."""
 
     kernels: str
     dtype: torch.dtype = BF16
@@ -43,31 +42,27 @@ class Module(NamedTuple):
     def variant(self) -> tuple[Any, ...]:
         """Arguments of FlashInfer's functions for the module."""
         types = self.dtype, self.kv_dtype, self.dtype, torch.int32
-        if self.kernels == "mla":
-            from flashinfer.utils import determine_mla_backend
-
-            return (determine_mla_backend(torch.device("cuda")), *types, *PLAIN_SIZES, False)
         kind = self.head_dim, self.head_dim, 0, self.has_window, self.has_cap
         return (*types, *kind) if self.kernels == "decode" else (self.kernels, *types, *kind, False)
 
     def name(self) -> str:
-        from flashinfer.jit import get_batch_decode_uri, get_batch_mla_uri, get_batch_prefill_uri
+        from flashinfer.jit import get_batch_decode_uri, get_batch_prefill_uri
 
         if self.kernels == "experts":
             return "fused_moe_90"
-        names = {"decode": get_batch_decode_uri, "mla": get_batch_mla_uri}
-        return str(names.get(self.kernels, get_batch_prefill_uri)(*self.variant))
+        name_of = get_batch_decode_uri if self.kernels == "decode" else get_batch_prefill_uri
+        return str(name_of(*self.variant))
 
     def spec(self) -> Any:
         """FlashInfer's description of the module, which writes its source."""
-        from flashinfer.jit import gen_batch_decode_module, gen_batch_mla_module, gen_batch_prefill_module
+        from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
         if self.kernels == "experts":
             from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
             return gen_cutlass_fused_moe_sm90_module()
-        makers = {"decode": gen_batch_decode_module, "mla": gen_batch_mla_module}
-        return makers.get(self.kernels, gen_batch_prefill_module)(*self.variant)
+        make = gen_batch_decode_module if self.kernels == "decode" else gen_batch_prefill_module
+        return make(*self.variant)
 
     @property
     def is_compiled(self) -> bool:
@@ -85,7 +80,6 @@ class Module(NamedTuple):
 EXPERTS = Module("experts")
 BUILT = (
     Module("fa3"),
-    Module("mla"),
     *(Module(kernels, has_window=True) for kernels in ("fa2", "decode")),
     *(Module(kernels) for kernels in ("fa2", "decode")),
     *(Module(kernels, has_cap=True) for kernels in ("fa2", "decode")),
@@ -105,9 +99,6 @@ def modules_of(choice: str, clause: str, case: Any) -> set[Module]:
     dtype, kernels = getattr(batch, "dtype", None), {choice.replace("flashinfer", "fa2")}
     if dtype not in (BF16, FP16):
         return set()
-    if isinstance(batch, MLACase):
-        is_plain = (batch.kv_lora_rank, batch.qk_rope_head_dim) == PLAIN_SIZES and batch.kv_scales is None
-        return {Module("mla", dtype, dtype)} if is_plain and batch.mask == "causal" else set()
     if not isinstance(batch, AttentionCase):  # the chunks of a prompt
         return {Module(each, dtype, dtype) for each in (*kernels, "decode")}
     kv_dtype = dtype if batch.kv_scales is None else FP8
@@ -164,7 +155,7 @@ def main() -> None:
         wanted = {EXPERTS}
         for each in cases():
             component, choice, clause, case = each.values
-            if component in ("attention", "mla_attention") and choice in ("flashinfer", "fa3"):
+            if component == "attention" and choice in ("flashinfer", "fa3"):
                 wanted |= modules_of(choice, clause.name, case)  # with those of `optimized`
         modules += sorted(wanted - set(BUILT), key=str)
     for line in build(modules):

@@ -88,7 +88,7 @@ def test_most_cases_need_only_what_a_session_compiles(attention_cases: list[Any]
     needed = [modules_of(choice, clause.name, case) for choice, clause, case in attention_cases]
     left_out = [modules for modules in needed if not modules <= set(BUILT)]
     assert len(left_out) < len(needed) / 10
-    assert {module for module in BUILT if module.kernels != "mla"} <= set().union(*needed)
+    assert set(BUILT) <= set().union(*needed)
 
 
 def test_a_module_that_is_compiled_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_module_that_is_compiled_is_not_missing(tmp_path: Path, monkeypatch: p
         return lambda *variant: f"{kernels}-{variant[-5]}"
 
     env = SimpleNamespace(FLASHINFER_JIT_DIR=tmp_path / "jit", FLASHINFER_AOT_DIR=tmp_path / "aot")
-    names = {"get_batch_decode_uri": "decode", "get_batch_mla_uri": "mla", "get_batch_prefill_uri": "prefill"}
+    names = {"get_batch_decode_uri": "decode", "get_batch_prefill_uri": "prefill"}
     functions = {name: uri(kernels) for name, kernels in names.items()}
     jit = SimpleNamespace(env=env, **functions)
     monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)

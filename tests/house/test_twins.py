@@ -45,7 +45,6 @@ def test_every_optimized_component_has_a_twin() -> None:
     own = {"kernels", "graphs", "overlap", "attention", "moe_runners", "tune"}
     own |= {
         "parallel/symmetric_memory.py",
-        "mla/mla_flashinfer.py",
         "mla/mla_triton.py",
         "waiting_matches.py",
         "waiting_forest.py",

@@ -21,7 +21,7 @@ bug("AdjustingHidesNan", "A NaN whose token is banned is lost.",
 bug("AdjustingReadsMasksBackwards", "The bits of vocab_mask are read from the other end of each word.",
     ("adjust", "(ids % 32)[None, :]", "(31 - ids % 32)[None, :]"))
 bug("AdjustingForgetsThePrompt", "The repetition penalty looks at the output only.",
-    ("adjust", "            if PROMPT:", "            if not PROMPT:"))
+    ("adjust", "            if given & 2:", "            if given & 2 == 0:"))
 
 # Noise
 

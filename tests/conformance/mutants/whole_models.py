@@ -327,10 +327,10 @@ class SaysOnlyThatAShapeIsWrong:
             raise (ValueError("wrong shape") if "shape" in str(error) else error) from None
 
 
-bug = bugs_in("models", "reference.models", folder="shared.modeling.")
+bug = bugs_in("models", "reference.models", folder="shared.config.")
 # fmt: off
 bug("UnknownFamiliesAreKeyErrors", "An unknown family is a KeyError.",
-    ("model_class", 'raise ValueError(f"no model for', 'raise KeyError(f"no model for'))
+    ("families", 'raise ValueError(f"no model for', 'raise KeyError(f"no model for'))
 
 
 runner_bug = bugs_in("model_runner", "reference.model_runner:ModelRunner", folder="reference.")

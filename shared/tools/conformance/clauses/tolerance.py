@@ -51,6 +51,10 @@ _QUANTIZED_CHAIN = (
     "two GEMMs with a rounding to 8 bits between them: where a value lies between two of 8 bits, sums in "
     "another order may round it to the other one, a sixteenth of the value away"
 )
+_SPLIT_CHAIN = (
+    "the same values of 8 bits on both sides, so only sums in another order differ: tensor cores of FP8 keep "
+    "about 14 bits of a sum, and on a GPU 68 of 1,152 values were 1.4e-4 apart"
+)
 _FP8_SUM = (
     "FP8 tensor cores of Hopper keep about 14 bits of a sum of 128 products; for many tokens the weight "
     "is dequantized with a rounding to the type; one rounding of the output"
@@ -105,6 +109,11 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
     },
     "quantized moe": {
         torch.float32: Tolerance(4e-2, 2e-2, 5e-3, _QUANTIZED_CHAIN),
+        torch.float16: Tolerance(2e-2, 2e-2, 1e-2, _QUANTIZED_CHAIN),
+        torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _QUANTIZED_CHAIN),
+    },
+    "quantized moe of ranks": {
+        torch.float32: Tolerance(1e-3, 1e-3, 5e-4, _SPLIT_CHAIN),
         torch.float16: Tolerance(2e-2, 2e-2, 1e-2, _QUANTIZED_CHAIN),
         torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _QUANTIZED_CHAIN),
     },
