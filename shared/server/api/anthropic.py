@@ -22,6 +22,7 @@ from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.chat_prompt import template_args_of
 from diptych.shared.server.api.field_table import without_ignored
+from diptych.shared.server.api.field_types import MAX_TOOLS
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     ChatRequest,
@@ -141,7 +142,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[TextBlock] = ""
-    tools: list[ToolParam] = Field(default_factory=list)
+    tools: list[ToolParam] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam = ToolChoiceParam(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()

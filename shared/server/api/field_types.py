@@ -11,6 +11,8 @@ from diptych.shared.server.http.limits import MAX_ID_CHARS, MAX_KEY_CHARS, MAX_N
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 MAX_SAMPLES = 256
+MAX_TOOLS = 1024
+"""Each is shown to the chat template and looked at by the event loop. OpenAI takes 128."""
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]

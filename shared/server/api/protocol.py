@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from diptych.shared.server.api.body import Body
-from diptych.shared.server.api.field_types import NumLogprobs
+from diptych.shared.server.api.field_types import MAX_TOOLS, NumLogprobs
 from diptych.shared.server.api.sampling_fields import SamplingFields
 from diptych.shared.server.http.errors import bad_request
 
@@ -107,7 +107,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None

@@ -20,7 +20,7 @@ from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.field_table import without_ignored
-from diptych.shared.server.api.field_types import MAX_TOP_LOGPROBS, Key
+from diptych.shared.server.api.field_types import MAX_TOOLS, MAX_TOP_LOGPROBS, Key
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.protocol import (
     ChatRequest,
@@ -170,7 +170,9 @@ class ResponsesRequest(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     include: list[Includable] = Field(default_factory=list)
-    tools: Annotated[list[FunctionTool], _without("tools[]")] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], _without("tools[]")] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
