@@ -50,7 +50,7 @@ def ends() -> Iterator[tuple[Child, Channel]]:
 
 
 def process_with(exitcode: int | None) -> Any:
-    return SimpleNamespace(exitcode=exitcode, join=lambda *_: None, kill=lambda: None)
+    return SimpleNamespace(pid=None, exitcode=exitcode, join=lambda *_: None, kill=lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_which_start(
     monkeypatch.setattr(meeting, "is_launched", lambda: is_launched)
     if is_launched and expected == "assemble_ranks":
         expected = "assemble_launched"
-    assert start.start_assembly(EngineConfig(**flags)) == expected
+    assert start._started(EngineConfig(**flags)) == expected
 
 
 @pytest.mark.parametrize(

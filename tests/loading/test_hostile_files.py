@@ -177,7 +177,7 @@ def test_nested_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "takes longer"),
+        ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "takes more than"),
         ("{{ raise_exception('no') }}", "refuses these messages"),
         ("{{ 1 / 0 }}", "refuses these messages"),
         ("{% for i in range(10 ** 12) %}{% endfor %}", "refuses these messages"),

@@ -23,9 +23,6 @@ bug("ProcessingFailsAlone",
      "self.requests.finish_with_error(reqs, error)\n",
      "            batches.popleft()\n            "
      "self.process_batch_result(oldest, self.decoding.finish(oldest, outputs))\n"))
-bug("ForgetsKVInFlight", "A batch is in flight while its KV is forgotten.",
-    ("scheduler", "        self._catch_up(num_left=0)\n        return self.requests.forget_kv()",
-     "        return self.requests.forget_kv()"))
 bug("ChunksKeepTheirKV", "What was computed of a long prompt is used with other weights.",
     ("shared.scheduling.lifecycle", "*([self.chunked_req] if self.chunked_req is not None else [])", "*[]"))
 bug("CachesWhatFailed", "KV of a request that ends with an error stays in the cache.",

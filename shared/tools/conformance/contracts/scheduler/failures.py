@@ -165,7 +165,14 @@ def flush_when_idle(impl: type[Scheduler], case: Case) -> None:
 
 @contract(
     "Forgetting all KV loses no request and no token: requests compute it again, and nothing else is left.",
-    table("chunk num_steps", *((chunk, num_steps) for chunk in (None, 6) for num_steps in range(5))),
+    table(
+        "chunk num_steps",
+        *(
+            (f"{'chunks of 6' if chunk else 'no chunks'}, after {num_steps} steps", chunk, num_steps)
+            for chunk in (None, 6)
+            for num_steps in range(5)
+        ),
+    ),
 )
 def forgets_kv(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, chunked_prefill_size=case.chunk, max_running_requests=2)
