@@ -116,7 +116,14 @@ def refused(tensors: dict[str, torch.Tensor], how: str) -> tuple[dict[str, torch
 
 
 @pytest.mark.parametrize("how", ["unknown name", "wrong shape", "not finite", "no float"])
-@pytest.mark.parametrize("flags", [{"panel": "reference"}, {"panel": "optimized"}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"panel": "reference"},
+        *(pytest.param(each, marks=pytest.mark.full) for each in ({"panel": "optimized"}, {"tp": 2})),
+    ],
+    ids=str,
+)
 def test_a_refused_update_changes_nothing(how: str, flags: dict[str, Any]) -> None:
     llm = LLM("tiny-dense", **FLAGS, **flags)
     before = answer(llm)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 128}
 FLAGS: list[Any] = [
     {"model": "tiny-moe", **MIXED},
-    {"model": "tiny-dense", "use": {"attention": "reference"}},
+    pytest.param({"model": "tiny-dense", "use": {"attention": "reference"}}, marks=pytest.mark.full),
     pytest.param({"model": "tiny-dense"}, marks=pytest.mark.full),
     pytest.param(
         {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16}, marks=pytest.mark.full

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from diptych.optimized.kernels import portable
 from tests.kernels.compile_worker import GPUS, NoDriver
 
-NUM_ROUNDS = 8
+NUM_ROUNDS = 4
 
 
 def main() -> None:
