@@ -58,7 +58,7 @@ def answer(llm: LLM) -> str:
         {"panel": "optimized"},
         {"panel": "reference", "quantization": "int8"},
         {"panel": "reference", "tp": 2},
-        {"panel": "reference", "tp": 2, "quantization": "fp8"},
+        pytest.param({"panel": "reference", "tp": 2, "quantization": "fp8"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -78,7 +78,7 @@ def test_from_a_folder_and_from_tensors(flags: dict[str, Any], other: Path) -> N
 
 
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
-@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("num_steps", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_running_requests_go_on_with_the_new_weights(panel: str, num_steps: int, other: Path) -> None:
     llm = LLM("tiny-dense", panel=panel, **FLAGS)
     (running,) = llm.submit(PROMPT, SamplingParams(max_new_tokens=12, temperature=0.0))

@@ -29,7 +29,7 @@ def test_without_a_tokenizer_bad_words_are_refused() -> None:
         with_bad_word_ids(SamplingParams(bad_words=("a",)), None)
 
 
-@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize("panel", ["reference", pytest.param("optimized", marks=pytest.mark.full)])
 def test_the_answer_avoids_them(panel: str) -> None:
     llm = LLM("tiny-dense", device="cpu", panel=panel)
     prompt = llm.chat_prompt([{"role": "user", "content": "What is 12 + 30?"}])
