@@ -68,8 +68,8 @@ def interpreted_rows(num_rows: int) -> int:
 
 def batch_block(batch_size: int, least: int = 16, factor: int = 4) -> int:
     """The number of requests that a CTA looks at to find its own: at least `batch_size`. Each number is a
-    kernel of its own, so there are few: a scan over four times as many takes no noticeable time. Kernels with
-    several tiles multiply with it, and have still fewer: `prompts_block`."""
+    kernel of its own, so there are few. Kernels with several tiles multiply with it, and have still fewer:
+    `prompts_block`."""
     size = least
     while size < batch_size:
         size *= factor

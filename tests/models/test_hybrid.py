@@ -15,7 +15,7 @@ from diptych.shared.config import parse_config, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
-from diptych.shared.types import SamplingParams
+from diptych.shared.types import DiffusionParams, SamplingParams
 
 # transformers computes prompts in chunks, in float32: its logits of size 19 are up to 1.1e-3 from those of
 # our recurrence in float64, ours in float32 up to 2.2e-4. A wrong model is 1e-1 away (`test_wrong_models`).
@@ -37,6 +37,23 @@ def test_logits_and_greedy_text(name: str, tmp_path: Path) -> None:
         ids, logits = greedy(model, prompt, NUM_NEW, chunks)
         torch.testing.assert_close(logits, expected, rtol=0.0, atol=TOLERANCE)
         assert ids == expected_ids
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+def test_rounding(name: str, tmp_path: Path) -> None:
+    """Our logits in float32 and those of transformers, against our recurrence in float64."""
+    hf_model, prompt = random_hf_model(HYBRID_CONFIGS[name]), prompt_of(80)
+    ours = greedy(load_saved(hf_model, tmp_path), prompt, NUM_NEW)[1]
+    config = read_config(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = build_model(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact.load_weights(iterate_weights(tmp_path, config))
+    expected = greedy(exact, prompt, NUM_NEW)[1]
+    assert (ours - expected).abs().max() < 3e-4
+    assert (hf_greedy(hf_model, prompt, NUM_NEW)[1] - expected).abs().max() < 1.5e-3
 
 
 @pytest.mark.parametrize(
@@ -129,6 +146,9 @@ REFUSED: list[dict[str, Any]] = [
     {"max_loras_per_batch": 2},
     {"hicache_tokens": 64},
     {"deterministic": True},
+    {"tp": 2},
+    {"pp": 2},
+    {"disaggregation": True},
 ]
 
 
@@ -137,6 +157,15 @@ def test_what_does_not_work_is_refused_by_name(flags: dict[str, Any], tmp_path: 
     random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="linear attention"):
         LLM(model=str(tmp_path), device="cpu", max_total_tokens=64, **{"panel": "reference", **flags})
+
+
+def test_block_diffusion_is_refused(tmp_path: Path) -> None:
+    random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"device": "cpu", "panel": "reference", "page_size": 4}
+    llm = LLM(model=str(tmp_path), max_total_tokens=64, **flags)
+    params = SamplingParams(temperature=0.0, max_new_tokens=4)
+    with pytest.raises(ValueError, match="do not work with linear attention"):
+        llm.generate([[1, 2, 3]], params, diffusion=DiffusionParams(block_len=4, mask_id=5), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ class Submission:
         if is_pooling or assembly.model_config.num_labels:
             check_pooling(is_pooling, assembly.config, assembly.model_config)
         if diffusion is not None:
+            if assembly.model_config.linear_attention is not None:  # a block is computed several times
+                raise ValueError("diffusion requests do not work with linear attention")
             others, num_token_ids = (self.embeds, logit_processor), assembly.parts.num_token_ids
             check_diffusion(diffusion, params, self.prompt_ids, others, assembly.config, num_token_ids)
             registry.load_part("block_diffusion").serve_blocks(assembly.scheduler)

@@ -60,7 +60,10 @@ class LinearStates(Feature):
             "lora_paths": config.lora_paths or config.max_loras_per_batch,
             "hicache_tokens": config.hicache_tokens,
             "deterministic": config.deterministic,
-            "tp, pp": config.tp > 1 or config.pp > 1 or config.dp_attention,
+            "tp": config.tp > 1,
+            "pp": config.pp > 1,
+            "dp_attention": config.dp_attention,
+            "disaggregation": config.disaggregation,  # KV is sent, and no states
         }
         for name, is_set in refused.items():
             if is_set:
