@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.dialects.parts.choose import dialect_of, reasoning_fields
@@ -24,11 +24,13 @@ from diptych.shared.engine.requests.lora_adapters import adapters_of
 from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.engine.requests.prompts import Prompt, prompt_list
 from diptych.shared.engine.requests.submission import LiveRequests, Submission
-from diptych.shared.engine.weight_updates import WeightUpdates
 from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.sampling.processors import LogitProcessor
 from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams, StepOutput
 from diptych.shared.types.sampling_params import params_of_prompts
+
+if TYPE_CHECKING:  # an option: msgspec
+    from diptych.shared.engine.weight_updates import WeightUpdates
 
 Message = Mapping[str, Any]
 
@@ -63,7 +65,6 @@ class LLM:
         self.scheduler = assembly.scheduler
         self.timeline = assembly.parts.timeline
         self._live = LiveRequests(self.scheduler, self.timeline, self.config.random_seed)
-        self._updates = WeightUpdates(assembly, self._deliver)
 
     # ---- answers ----
 
@@ -241,6 +242,14 @@ class LLM:
                 collector.add(output, weight_version)
                 if collector.is_finished:
                     del self._live.collectors[output.rid]
+
+    @cached_property
+    def _updates(self) -> WeightUpdates:
+        try:
+            from diptych.shared.engine.weight_updates import WeightUpdates
+        except ModuleNotFoundError as error:
+            raise ValueError(f"weight updates need {error.name}: pip install 'diptych[parallel]'") from None
+        return WeightUpdates(self.assembly, self._deliver)
 
     @contextmanager
     def weight_updates(self) -> Iterator[WeightUpdates]:

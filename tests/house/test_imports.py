@@ -207,6 +207,29 @@ assert "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialize
     assert run_python(program) == ""
 
 
+def test_an_answer_needs_no_option() -> None:
+    """`make run` installs none: the packages of the extras cannot be imported."""
+    options = [
+        "msgspec",
+        "zmq",
+        "fastapi",
+        "uvicorn",
+        "httpx",
+        "prometheus_client",
+        "xgrammar",
+        "opentelemetry",
+    ]
+    program = f"""
+import sys
+for name in {options!r}:
+    sys.modules[name] = None
+from diptych import LLM
+llm = LLM("tiny-dense", panel="reference", device="cpu", max_total_tokens=256)
+print(llm.chat([{{"role": "user", "content": "What is 12 + 30?"}}], temperature=0, max_tokens=16).text)
+"""
+    assert "42" in run_python(program)
+
+
 def test_property_tests_share_one_profile() -> None:
     """Hypothesis's own deadline and its check of speed fail on a busy computer."""
     users = [
