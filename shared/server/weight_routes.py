@@ -16,6 +16,7 @@ from diptych.shared.server.http.access import require_admin
 from diptych.shared.server.http.errors import bad_request
 
 Names = Annotated[list[str], Field(min_length=1)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=8)]
 
 
 class FromDisk(Body):
@@ -30,7 +31,7 @@ class FromTensor(Body):
 
     names: Names
     dtypes: list[str]
-    shapes: list[list[int]]
+    shapes: list[Shape]
     data: list[str] = Field(default_factory=list)
     cuda_handles: list[dict[str, Any]] = Field(default_factory=list)
 
@@ -40,7 +41,7 @@ class FromDistributed(Body):
 
     names: Names
     dtypes: list[str]
-    shapes: list[list[int]]
+    shapes: list[Shape]
 
 
 class ByName(Body):

@@ -76,7 +76,9 @@ class FakeClient:
         }
 
 
-def make_app(context_len: int = 131_072, **settings: Any) -> tuple[Any, FakeClient]:
+def make_app(
+    context_len: int = 131_072, tool_parser: str = "hermes", **settings: Any
+) -> tuple[Any, FakeClient]:
     """The application of a server with these settings and a context as of a large model."""
     config = EngineConfig(model="tiny-dense")
     tokenizer = load_tokenizer(config, resolve_model_path(config.model, config.load_format))
@@ -91,7 +93,7 @@ def make_app(context_len: int = 131_072, **settings: Any) -> tuple[Any, FakeClie
         "tiny-dense",
         client,
         ready,
-        Prompts(tokenizer, ready, choose_dialect(tokenizer, "hermes")),
+        Prompts(tokenizer, ready, choose_dialect(tokenizer, tool_parser)),
     )
     return create_app(state), client
 

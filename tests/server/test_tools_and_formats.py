@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from typing import Any
 
+import httpx
 import pytest
 
 if find_spec("xgrammar") is None:
     pytest.skip("needs xgrammar", allow_module_level=True)
 
+from tests.server.in_process import client_of, make_app
 from tests.server.running import RunningServer
 
 SCHEMA = {
@@ -104,13 +107,32 @@ def test_both_are_possible(server: RunningServer, first: str) -> None:
     assert answer["choices"][0]["logprobs"]["content"][0]["token"] == first
 
 
+def strict(path: str) -> dict[str, Any]:
+    """A request with a strict tool and without a format."""
+    formats = ("response_format", "text", "output_config")
+    body = {name: value for name, value in asked(path, "auto").items() if name not in formats}
+    (body["tools"][0]["function"] if path == CHAT else body["tools"][0])["strict"] = True
+    return body
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_strict_tools_of_a_model_without_calls_constrain_nothing(path: str) -> None:
+    app, engine = make_app(tool_parser="none")
+
+    async def ask(body: dict[str, Any]) -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.post(path, json=body)
+
+    answer = asyncio.run(ask(strict(path)))
+    assert answer.status_code == 200, answer.text
+    assert engine.sent[0].params.structural_tag is None
+    choice = {"type": "any"} if path == MESSAGES else "required"
+    assert asyncio.run(ask({**strict(path), "tool_choice": choice})).status_code == 400
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_strict_tools_leave_the_answer_free(server: RunningServer, path: str) -> None:
-    body = {
-        k: v for k, v in asked(path, "auto").items() if k not in ("response_format", "text", "output_config")
-    }
-    (body["tools"][0]["function"] if path == CHAT else body["tools"][0])["strict"] = True
-    status, answer = post(server, path, {**body, "temperature": 0})
+    status, answer = post(server, path, {**strict(path), "temperature": 0})
     assert status == 200, answer
     assert "42" in json.dumps(answer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from diptych.shared.dialects.parts.choose import NONE
 from diptych.shared.dialects.parts.json_calls import ANY_OBJECT
 from diptych.shared.dialects.parts.tags import with_tokens
 from diptych.shared.server.api.chat_choice import AnswerForm
@@ -29,7 +30,7 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
     has_format = shape is not None and shape.type != "text"
     if not tools or not (is_forced or has_format):
         return body, _optional_calls(body, form)
-    if "none" in form.dialect.tool_parsers:
+    if NONE in form.dialect.tool_parsers:
         if not is_forced:
             return body, {}
         raise bad_request(
@@ -52,9 +53,10 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
 
 
 def _optional_calls(body: ChatRequest, form: AnswerForm) -> dict[str, Any]:
-    """Strict tools are called by their schema, and others with any object."""
+    """Strict tools are called by their schema, and others with any object. Where the form of calls is not
+    known, an answer has none, so there is nothing to constrain."""
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
-    if not form.tools or not strict or body.grammar_params():
+    if not form.tools or not strict or body.grammar_params() or NONE in form.dialect.tool_parsers:
         return {}
     tools = {name: schema if name in strict else True for name, schema in form.tools.items()}
     try:

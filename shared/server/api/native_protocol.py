@@ -151,5 +151,5 @@ class PauseRequest(Body):
 class ProfileRequest(Body):
     """/start_profile. nvtx: mark spans for tools of CUDA too."""
 
-    num_steps: Annotated[int, Field(ge=0)] = 0
+    num_steps: Annotated[int, Field(ge=0, le=2**31)] = 0
     nvtx: bool = False

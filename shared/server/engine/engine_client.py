@@ -191,13 +191,18 @@ class EngineClient:
             self._lives[rid].end_reason = reason
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Run an action of the engine. Raises `ValueError` if the engine refuses it."""
+        """Run an action of the engine. Raises `ValueError` for an integer beyond 64 bits, and if the engine
+        refuses it."""
         if not self.is_alive:
             raise EngineDead(self.death_reason)
         call_id = next(self._call_ids)
+        try:
+            data = encode(Control(call_id=call_id, action=action, args=args))
+        except OverflowError:
+            raise ValueError("an integer of the request exceeds 64 bits") from None
         future = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._send(Control(call_id=call_id, action=action, args=args))
+        self._to_engine.send(data)
         try:
             return await future
         finally:
