@@ -13,6 +13,7 @@ from diptych.shared.tools.commands import (
     chat,
     check,
     convert,
+    course,
     diff,
     doctor,
     evaluate,
@@ -62,6 +63,7 @@ app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
+app.add_typer(course.app, name="course")
 
 
 def _print_version(value: bool) -> None:
