@@ -162,6 +162,7 @@ PARTS: dict[str, str] = {
     "vision": "diptych.reference.modes.vision",
     "pipeline": "diptych.reference.parallel.pipeline",
     "disaggregation": "diptych.reference.parallel.disaggregation",
+    "split_servers": "diptych.reference.parallel.split_servers",
     "disk_tier": "diptych.reference.tiers.disk_tier",
     "moe_runners": "diptych.optimized.moe_runners.table",
     "tune": "diptych.optimized.tune.tune",

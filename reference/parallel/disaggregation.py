@@ -12,15 +12,17 @@ and at the prefill engine:
     in flight  a lock on its prompt in the prefix cache, until the transport has ended the room
 
 Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
-the other engine.
+the other engine. A decode engine may have several prefill engines: a request whose prefill engine ends moves
+to another one, once.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import torch
@@ -71,48 +73,67 @@ _decode = decoder(Start | Failed)
 class PrefillSide:
     """The prefill engine: computes prompts for the decode engine. Call `turn` until `is_done`."""
 
-    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, transport: Transport) -> None:
+    def __init__(
+        self, scheduler: Scheduler, parts: SchedulerParts, transport: Transport, name: str = ""
+    ) -> None:
+        """name: of the decode engine, if several share the scheduler."""
         self.scheduler = scheduler
         self.tree = parts.tree_cache
         self.page_size = parts.allocator.page_size
         self.transport = transport
-        self.prefill: dict[str, Start] = {}
+        self.name = name
+        self.prefill: dict[str, Start] = {}  # by the id in the scheduler
         self.in_flight: dict[str, Any] = {}  # room -> the node that it locks; None: nothing to send
 
     @property
     def is_done(self) -> bool:
-        return self.transport.is_lost and not (self.prefill or self.in_flight or self.scheduler.has_work())
+        return self.has_ended and not self.scheduler.has_work()
+
+    @property
+    def has_ended(self) -> bool:
+        """The connection is lost, and nothing waits for it."""
+        return self.transport.is_lost and not (self.prefill or self.in_flight)
 
     # --8<-- [start:prefill-turn]
     def turn(self) -> bool:
         """Run one step. False: there was nothing to compute."""
+        self.receive()
+        has_work = self.scheduler.has_work()
+        self.send(self.scheduler.step() if has_work else [])
+        return has_work
+
+    def receive(self) -> None:
+        """Before a step: take the prompts that have come, and drop those that were aborted."""
         for message in self.transport.messages():
             self._start(_decode(message))
-        for room in [room for room in self.prefill if self.transport.poll(room) != "open"]:
-            del self.prefill[room]  # aborted before it was computed
-            self.scheduler.abort(room)
-        has_work = self.scheduler.has_work()
-        for output in self.scheduler.step() if has_work else []:
+        for rid, start in list(self.prefill.items()):
+            if self.transport.poll(start.room) != "open":  # aborted before it was computed
+                del self.prefill[rid]
+                self.scheduler.abort(rid)
+
+    def send(self, outputs: Sequence[StepOutput]) -> None:
+        """After a step: send the prompts that are computed, and unlock those that have arrived."""
+        for output in outputs:
             if output.finished_reason is not None and output.rid in self.prefill:
                 self._send(self.prefill.pop(output.rid), output.finished_reason)
         for room in [room for room in self.in_flight if self.transport.poll(room) != "open"]:
             node = self.in_flight.pop(room)
             if node is not None:
                 self.tree.dec_lock_ref(node)
-        return has_work
 
     # --8<-- [end:prefill-turn]
 
     def _start(self, start: Start | Failed) -> None:
         assert isinstance(start, Start)
+        rid = self.name + start.room
         self.transport.open_sender(start.room)
-        self.prefill[start.room] = start
+        self.prefill[rid] = start
         params = SamplingParams(temperature=0.0, max_new_tokens=1)
-        req = Req(start.room, start.input_ids, params, seed=0, extra_key=start.extra_key)
+        req = Req(rid, start.input_ids, params, seed=0, extra_key=start.extra_key)
         try:
             self.scheduler.add_request(req)
         except ValueError as error:
-            self._send(self.prefill.pop(start.room), FinishError(str(error)))
+            self._send(self.prefill.pop(rid), FinishError(str(error)))
 
     def _send(self, start: Start, reason: FinishReason) -> None:
         num_tokens = (start.first_page + len(start.target_pages)) * self.page_size
@@ -128,11 +149,41 @@ class PrefillSide:
         self.transport.send(start.room, (slots // self.page_size).tolist(), start.target_pages)
 
 
+class PrefillEngines(Protocol):
+    """The prefill engines of a decode engine."""
+
+    def transports(self) -> Sequence[Transport]:
+        """To all that were connected, the lost ones included."""
+
+    def choose(self, req: Req, busy: Counter[Transport]) -> Transport | None:
+        """The transport for a prompt; None: no engine is connected. busy: open rooms."""
+
+    def is_connecting(self, req: Req) -> bool:
+        """Whether the request should wait because the engine that it names may be connected soon."""
+
+
+class OnePrefillEngine(PrefillEngines):
+    """The other engine of a pair."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def transports(self) -> Sequence[Transport]:
+        return [self.transport]
+
+    def choose(self, req: Req, busy: Counter[Transport]) -> Transport | None:
+        return None if self.transport.is_lost else self.transport
+
+    def is_connecting(self, req: Req) -> bool:
+        return False
+
+
 @dataclass
 class Transfer:
     """A room at the decode engine. `locked`: the node of the already cached `prefix`."""
 
     req: Req
+    transport: Transport
     prefix: torch.Tensor
     locked: Any
     slots: torch.Tensor
@@ -145,13 +196,14 @@ class DecodeSide(Scheduler):
     """The scheduler of the decode engine, whose prompts the prefill engine computes."""
 
     def __init__(self, scheduler: Scheduler, parts: SchedulerParts, vocab_size: int, context_len: int,
-                 transport: Transport) -> None:  # fmt: skip
+                 prefill_engines: PrefillEngines) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.parts = parts
         self.vocab_size = vocab_size
         self.context_len = context_len
-        self.transport = transport
+        self.prefill_engines = prefill_engines
         self.waiting: list[Req] = []
+        self.moved: set[str] = set()  # ids of requests whose first prefill engine has ended
         self.transfers: dict[str, Transfer] = {}  # by room
         self.scheduled: dict[str, str] = {}  # rid -> room
         self.reserved: dict[str, int] = {}  # room -> pages of prompt and longest answer
@@ -176,7 +228,7 @@ class DecodeSide(Scheduler):
         for room, transfer in self.transfers.items():
             if transfer.req.rid == rid and transfer.is_wanted:
                 transfer.is_wanted = False  # its pages stay allocated: they may still be written to
-                self.transport.abort(room)
+                transfer.transport.abort(room)
                 self._end(transfer.req, FinishAbort("aborted"))
                 return True
         return self.scheduler.abort(rid)
@@ -186,19 +238,19 @@ class DecodeSide(Scheduler):
 
     # --8<-- [start:decode-step]
     def step(self) -> list[StepOutput]:
-        for message in self.transport.messages():
-            failed = _decode(message)
-            if failed.room in self.transfers and isinstance(failed, Failed):
-                self.transfers[failed.room].reason = failed.reason
+        for transport in self.prefill_engines.transports():
+            for message in transport.messages():
+                self._has_failed(transport, _decode(message))
         while self.waiting and self._allocate(self.waiting[0]):
             self.waiting.pop(0)
         for room in list(self.transfers):
-            status = self.transport.poll(room)
+            status = self.transfers[room].transport.poll(room)
             if status != "open":
                 self._take(room, self.transfers.pop(room), status == "done")
         # --8<-- [end:decode-step]
-        if any(self.parts.clock() - transfer.since > TIME_LIMIT for transfer in self.transfers.values()):
-            self.transport.close()
+        for transfer in self.transfers.values():
+            if self.parts.clock() - transfer.since > TIME_LIMIT and not transfer.transport.is_lost:
+                transfer.transport.close()
         if self.scheduler.has_work():
             for output in self.scheduler.step():
                 if output.finished_reason is not None:
@@ -209,8 +261,14 @@ class DecodeSide(Scheduler):
         outputs, self.outputs = self.outputs, []
         return outputs
 
+    def _has_failed(self, transport: Transport, failed: Start | Failed) -> None:
+        transfer = self.transfers.get(failed.room)
+        if isinstance(failed, Failed) and transfer is not None and transfer.transport is transport:
+            transfer.reason = failed.reason
+
     def _allocate(self, req: Req) -> bool:
-        """Open a room for the prompt, or schedule it if it is cached. False: there is no memory."""
+        """Open a room for the prompt, or schedule it if it is cached. False: there is no memory, or an engine
+        is just being connected."""
         allocator, tree = self.parts.allocator, self.parts.tree_cache
         page_size, prompt = allocator.page_size, req.origin_input_ids
         needed = num_pages_of(len(prompt) + req.max_new_tokens, page_size)
@@ -222,23 +280,28 @@ class DecodeSide(Scheduler):
         num_tokens = round_down_to_page(len(prompt) - 1, page_size)  # the last token is computed here
         prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
         num_missing = num_tokens - len(prefix)
-        if num_missing > 0 and self.transport.is_lost:
+        if num_missing == 0:
+            self.reserved[room] = needed
+            self._schedule(req, room)
+            return True
+        busy = Counter(transfer.transport for transfer in self.transfers.values())
+        transport = self.prefill_engines.choose(req, busy)
+        if self.prefill_engines.is_connecting(req):
+            return False
+        if transport is None:
             self._end(req, FinishError("the prefill engine has ended", 503))
             return True
         self.reserved[room] = needed
-        if num_missing == 0:
-            self._schedule(req, room)
-            return True
         tree.inc_lock_ref(node)
         has_room = evict_for(num_missing, tree, allocator)
         assert has_room, "less memory than is reserved"
         slots = allocator.alloc(num_missing)
         assert slots is not None
         pages = (slots[::page_size] // page_size).tolist()
-        self.transport.open_receiver(room, pages)
+        transport.open_receiver(room, pages)
         start = Start(room, prompt, req.extra_key, len(prefix) // page_size, pages)
-        self.transport.post(_encode(start))
-        self.transfers[room] = Transfer(req, prefix, node, slots, self.parts.clock())
+        transport.post(_encode(start))
+        self.transfers[room] = Transfer(req, transport, prefix, node, slots, self.parts.clock())
         return True
 
     def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
@@ -256,20 +319,29 @@ class DecodeSide(Scheduler):
             self._schedule(req, room)
             return
         del self.reserved[room]
-        if transfer.is_wanted:
+        if not transfer.is_wanted:
+            return
+        can_move = transfer.transport.is_lost and self.prefill_engines.choose(req, Counter()) is not None
+        if can_move and req.rid not in self.moved:
+            self.moved.add(req.rid)
+            self.waiting.insert(0, req)
+        else:
             self._end(req, FinishError(transfer.reason, 503))
 
     def _schedule(self, req: Req, room: str) -> None:
+        self.moved.discard(req.rid)
         self.scheduled[req.rid] = room
         self.scheduler.add_request(req)
 
     def _end(self, req: Req, reason: FinishReason) -> None:
+        self.moved.discard(req.rid)
         req.finished_reason = reason
         self.outputs.append(req.step_output())
 
     @property
     def problem(self) -> str | None:  # type: ignore[override]
-        return "the prefill engine has ended" if self.transport.is_lost else None
+        is_lost = all(transport.is_lost for transport in self.prefill_engines.transports())
+        return "the prefill engine has ended" if is_lost else None
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.transfers or self.outputs) or self.scheduler.has_work()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from diptych.shared.flags.engine_flags import EngineFlags
 
+ONE_ENGINE: tuple[tuple[str, bool | None], ...] = (("disaggregation", False), ("disaggregation_mode", None))
+"""Flags that divide prefill and decode among engines, and their values that do not."""
+
 
 def check_parallel_flags(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
     if flags.num_lora_slots:
-        for name in ("tp", "pp", "dp", "disaggregation"):
-            if getattr(flags, name) > 1 or getattr(flags, name) is True:
+        for name, only in (("tp", 1), ("pp", 1), ("dp", 1), *ONE_ENGINE):
+            if getattr(flags, name) != only:
                 raise ValueError(
                     f"LoRA adapters (max_loras_per_batch={flags.num_lora_slots}) do not work with "
                     f"{name}={getattr(flags, name)}"
                 )
     if flags.hicache_tokens:
-        for name in ("tp", "pp", "dp_attention", "disaggregation", "disable_radix_cache"):
-            if getattr(flags, name) is True or getattr(flags, name) > 1:
+        alone = (("tp", 1), ("pp", 1), ("dp_attention", False), ("disable_radix_cache", False), *ONE_ENGINE)
+        for name, only in alone:
+            if getattr(flags, name) != only:
                 raise ValueError(
                     f"hicache_tokens={flags.hicache_tokens} does not work with {name}={getattr(flags, name)}"
                 )
@@ -37,19 +41,40 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}")
-    if flags.disaggregation:
-        for name in ("tp", "pp", "dp"):
-            if getattr(flags, name) > 1:
-                raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
-        for name in (
-            *("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"),
-            *("enable_priority_scheduling", "max_queued_requests", "waiting_timeout"),
-        ):
-            if getattr(flags, name) not in (None, False):
-                raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
+    for split, without in ONE_ENGINE:
+        if getattr(flags, split) != without:
+            _check_split_engine(flags, f"{split}={getattr(flags, split)}")
+    if flags.prefill_servers is not None:
+        _check_addresses(flags)
     for name in ("ep_num_redundant_experts", "eplb_rebalance_num_iterations"):
         if getattr(flags, name) and flags.ep == 1:
             raise ValueError(f"{name}={getattr(flags, name)} needs ep > 1, and ep is 1")
+
+
+def _check_split_engine(flags: EngineFlags, split: str) -> None:
+    for name in ("tp", "pp", "dp"):
+        if getattr(flags, name) > 1:
+            raise ValueError(f"{split} does not work with {name}={getattr(flags, name)}")
+    for name in (
+        *("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"),
+        *("enable_priority_scheduling", "max_queued_requests", "waiting_timeout"),
+    ):
+        if getattr(flags, name) not in (None, False):
+            raise ValueError(f"{split} does not work with {name}={getattr(flags, name)}")
+    if flags.disaggregation_mode is not None and flags.disaggregation:
+        raise ValueError(f"{split} is one of two servers, and disaggregation=True starts both in one")
+    transport = flags.use.get("transport", "reference")
+    if flags.disaggregation_mode is not None and transport == "shared_memory":
+        raise ValueError(f"{split} does not work with transport={transport}, of one computer")
+
+
+def _check_addresses(flags: EngineFlags) -> None:
+    if flags.disaggregation_mode != "decode":
+        raise ValueError(f"prefill_servers={flags.prefill_servers} needs disaggregation_mode=decode")
+    for address in str(flags.prefill_servers).split(","):
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError(f"prefill_servers must be HOST:PORT, separated by commas, got {address!r}")
 
 
 def _check_dp_attention(flags: EngineFlags) -> None:

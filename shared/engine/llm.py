@@ -57,7 +57,10 @@ class LLM:
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
-        assembly = start_assembly((config or EngineConfig()).updated(**flags))
+        config = (config or EngineConfig()).updated(**flags)
+        if config.disaggregation_mode is not None:
+            raise ValueError(f"disaggregation_mode={config.disaggregation_mode} is of servers: diptych serve")
+        assembly = start_assembly(config)
         self.config = assembly.config
         self.model_config = assembly.model_config
         self.tokenizer = assembly.tokenizer

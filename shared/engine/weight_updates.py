@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.start import on_every_rank
 from diptych.shared.loading.live_weights import TensorSpec, specs_of
@@ -27,7 +28,7 @@ Deliver = Callable[[list[StepOutput], int], None]
 
 def problem_with(config: EngineConfig) -> str | None:
     """Why an engine with these flags takes no new weights; None: it does."""
-    for name, only in (("pp", 1), ("dp", 1), ("disaggregation", False), ("hicache_dir", None)):
+    for name, only in (("pp", 1), ("dp", 1), *ONE_ENGINE, ("hicache_dir", None)):
         if getattr(config, name) != only:
             return f"updates do not work with {name}={getattr(config, name)}"
     return None

@@ -113,14 +113,31 @@ class EngineFlags:
     disaggregation: bool = flag(RANKS, False, "Prefill and decode in two engines, a process each.")
     """Prompts do not delay running requests. Twice the weights and pools, and the KV of each prompt is
     copied."""
+    disaggregation_mode: Literal["prefill", "decode"] | None = flag(
+        RANKS, None, "Of a server: compute prompts for other servers, or let others compute them."
+    )
+    """Any number of both on any computers, which `diptych route` pairs. Each has the whole model and a pool.
+    They prove the cluster's secret to each other."""
+    disaggregation_host: str = flag(
+        RANKS, "127.0.0.1", "With --disaggregation-mode prefill: address that decode servers connect to."
+    )
+    """Prompts and KV on the way have a code of the secret and are not encrypted."""
+    disaggregation_port: int = flag(
+        RANKS, 0, "With --disaggregation-mode prefill: its port; 0: any free one.", at_least=0
+    )
+    """The router learns it from the server; without a router decode servers must be told."""
+    prefill_servers: str | None = flag(
+        RANKS, None, "With --disaggregation-mode decode: HOST:PORT,... Default: those that the router names."
+    )
+    """Without a router a prompt goes to the one of these with the fewest prompts."""
     dist_timeout: int = flag(
         RANKS, 120, "Seconds that a rank waits for the others: at the start and in a collective.", at_least=1
     )
     """A rank that is later ends the engine. Longer for slow disks, where one rank reads its weights last."""
     cluster_secret_file: str | None = flag(
-        RANKS, None, "Secret of ranks that a launcher starts. Default: DIPTYCH_CLUSTER_SECRET."
+        RANKS, None, "Secret of a launcher's ranks and of split servers. Default: DIPTYCH_CLUSTER_SECRET."
     )
-    """Ranks prove to each other that they know it. The file is yours alone (mode 0600), the same on every
+    """They prove to each other that they know it. The file is yours alone (mode 0600), the same on every
     computer, and has at least 16 bytes."""
 
     kv_cache_dtype: KvCacheDtypeName = flag(

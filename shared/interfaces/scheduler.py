@@ -119,6 +119,8 @@ class Scheduler(ABC):
     reported one step later."""
     problem: str | None = None
     """Why the engine cannot go on: it ends when it has no work."""
+    not_ready: str | None = None
+    """Why requests that come now would end with an error, though those that come later may not."""
     num_replicas: int = 1
     """Engines that share the requests and have not ended."""
 
@@ -178,3 +180,6 @@ class Scheduler(ABC):
 
     @abstractmethod
     def stats(self) -> SchedulerStats: ...
+
+    def close(self) -> None:  # noqa: B027
+        """End what runs beside the scheduler. Nothing is called afterwards."""

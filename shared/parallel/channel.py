@@ -131,6 +131,23 @@ class Channel:
         return data
 
 
+def signed(text: str, secret: bytes) -> str:
+    """The text with a proof that its author knows the secret."""
+    return f"{text} {_proof(text, secret)}"
+
+
+def verified(text: str, secret: bytes) -> str:
+    """The text of `signed`. Raises `ValueError` if it was signed with another secret."""
+    content, _, proof = text.rpartition(" ")
+    if not hmac.compare_digest(proof.encode(), _proof(content, secret).encode()):
+        raise ValueError("an address that is not signed with the cluster's secret")
+    return content
+
+
+def _proof(text: str, secret: bytes) -> str:
+    return hmac.digest(secret, b"text " + text.encode(), "sha256").hex()
+
+
 class _Codes:
     """The codes of successive frames in one direction. A frame that is left out or repeated has another."""
 
@@ -166,18 +183,21 @@ class Listener:
     """Takes connections of processes that know the secret. Others are refused, each in a thread of its own,
     so that none delays another."""
 
-    def __init__(self, host: str, secret: bytes) -> None:
-        """Listens on a free port of this interface."""
+    def __init__(self, host: str, secret: bytes, port: int = 0) -> None:
+        """Listens on a port of this interface; 0: a free one."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, 0), family=family)
+        self.socket = socket.create_server((host, port), family=family)
         self.port: int = self.socket.getsockname()[1]
         self.secret = secret
-        self._proved: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._proved: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
 
-    def accept(self, seconds: float) -> Channel:
-        """Raises `queue.Empty` if none comes in time."""
-        return self._proved.get(timeout=seconds)
+    def accept(self, seconds: float | None) -> Channel:
+        """Raises `queue.Empty` if none comes in time (None: no limit), and `EOFError` once it is closed."""
+        channel = self._proved.get(timeout=seconds)
+        if channel is None:
+            raise EOFError("the listener is closed")
+        return channel
 
     def close(self) -> None:
         """Take no more connections."""
@@ -189,6 +209,7 @@ class Listener:
             try:
                 connection, _ = self.socket.accept()
             except OSError:
+                self._proved.put(None)
                 return
             threading.Thread(target=self._greet, args=(Channel(connection),), daemon=True).start()
 

@@ -13,7 +13,7 @@ from diptych import __version__
 from diptych.shared.engine.requests.embedding import NO_TOKENS
 from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.state import ServerState
-from diptych.shared.server.http.access import caller_of, require_overview
+from diptych.shared.server.http.access import PREFILL_PORT, caller_of, require_overview
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.errors import ApiError
 from diptych.shared.types import SamplingParams
@@ -30,8 +30,10 @@ def add_health_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        problem = _not_ready(state)
-        return PlainTextResponse(problem or "ok", 503 if problem else 200)
+        """A prefill server says at which port decode servers reach it: the router asks here."""
+        problem, port = _not_ready(state), state.ready.prefill_port
+        headers = {} if port is None else {PREFILL_PORT: str(port)}
+        return PlainTextResponse(problem or "ok", 503 if problem else 200, headers)
 
     @app.get("/health_generate")
     async def health_generate(request: Request) -> Response:
@@ -65,6 +67,8 @@ def _not_ready(state: ServerState) -> str | None:
         return state.health_problem
     if state.is_draining:
         return "draining"
+    if state.client.load.not_ready is not None:
+        return state.client.load.not_ready
     return "paused" if state.client.load.is_paused else None
 
 

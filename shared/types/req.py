@@ -35,6 +35,7 @@ class Req:
     extra_key: Any = None  # hashable, namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
     routing_key: str | None = None  # for the policy of that name
+    prefill_server: str | None = None  # that computes the prompt, signed by the router; of a decode server
     grammar: Any = None  # a diptych.shared.interfaces.Grammar; None: all tokens are allowed
     lora: LoraAdapter | None = None  # None: the model alone
     diffusion: DiffusionParams | None = None  # None: token by token

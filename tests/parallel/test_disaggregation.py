@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.reference.parallel.disaggregation import DecodeSide, Failed, PrefillSide, _encode
+from diptych.reference.parallel.disaggregation import (
+    DecodeSide,
+    Failed,
+    OnePrefillEngine,
+    PrefillSide,
+    _encode,
+)
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
@@ -61,7 +67,7 @@ class Pair:
             decode.parts,
             decode.model_config.vocab_size,
             decode.config.context_len,
-            receiver,
+            OnePrefillEngine(receiver),
         )
 
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:

@@ -41,12 +41,13 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         connection.close()
         child.end()
         raise
-    scheduler = registry.load_part("disaggregation").DecodeSide(
+    disaggregation = registry.load_part("disaggregation")
+    scheduler = disaggregation.DecodeSide(
         assembly.scheduler,
         assembly.parts,
         assembly.model_config.vocab_size,
         assembly.config.context_len,
-        transport,
+        disaggregation.OnePrefillEngine(transport),
     )
     scheduler.child = child  # it ends with the scheduler
     weakref.finalize(scheduler, transport.close)  # a thread of it that outlives Python aborts the process

@@ -15,7 +15,6 @@ import queue
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -24,15 +23,14 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.build.settings import default_device
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded
+from diptych.shared.engine.processes.cluster_secret import cluster_secret
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.ranks import assemble_lead, follow
-from diptych.shared.parallel.channel import MIN_SECRET_BYTES, Listener, connect, decoder
+from diptych.shared.parallel.channel import Listener, connect, decoder
 from diptych.shared.parallel.meeting import LOOPBACK, is_launched, is_on_one_computer, local_store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-SECRET = "DIPTYCH_CLUSTER_SECRET"
 
 
 class Hello(msgspec.Struct):
@@ -61,7 +59,7 @@ def assemble_launched(config: EngineConfig) -> Assembly:
         raise ValueError(
             f"the launcher has started {world_size} ranks (WORLD_SIZE); tp * pp is {config.num_ranks}"
         )
-    secret = cluster_secret(config)
+    secret = cluster_secret(config.cluster_secret_file)
     own_config = _on_own_device(config)
     config = config.updated(device=config.device or default_device())  # the same type on all ranks
     store = _meet(config)
@@ -77,27 +75,6 @@ def assemble_launched(config: EngineConfig) -> Assembly:
     finally:
         listener.close()
     return assemble_lead(own_config, store, followers, config.dist_timeout)
-
-
-def cluster_secret(config: EngineConfig) -> bytes:
-    """The secret of the file that the configuration names, or of the environment. Raises `ValueError` if
-    there is none, or if others may read the file."""
-    if config.cluster_secret_file is not None:
-        path = Path(config.cluster_secret_file)
-        try:
-            if path.stat().st_mode & 0o077:
-                raise ValueError(f"cluster_secret_file: others may open {path}: chmod 600 {path}")
-            secret = path.read_bytes().strip()
-        except OSError as error:
-            raise ValueError(f"cluster_secret_file: {error}") from None
-    else:
-        secret = os.environ.get(SECRET, "").encode()
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ValueError(
-            f"ranks of a launcher need a secret of at least {MIN_SECRET_BYTES} bytes, the same for all: in "
-            f"{SECRET}, or in a file that cluster_secret_file names"
-        )
-    return secret
 
 
 def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> list[Child]:
@@ -118,7 +95,7 @@ def _accept_all(listener: Listener, config: EngineConfig, path: str | None) -> l
 
 
 def _follow_rank_0(config: EngineConfig) -> NoReturn:
-    secret, store, rank = cluster_secret(config), _meet(config), int(os.environ["RANK"])
+    secret, store, rank = cluster_secret(config.cluster_secret_file), _meet(config), int(os.environ["RANK"])
     store.wait(["address"], timedelta(seconds=config.dist_timeout))
     host, port = store.get("address").decode().split()
     pipe = connect(host, int(port), secret)

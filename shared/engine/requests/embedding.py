@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.loading.safetensors_file import read_checkpoint
 from diptych.shared.types import SamplingParams
@@ -34,7 +35,7 @@ def check_pooling(is_pooling: bool, config: EngineConfig, model_config: ModelCon
         if model_config.num_labels:
             raise ValueError("this is a reward model: it gives scores and no tokens")
         return
-    for name, only in (("speculative", None), ("pp", 1), ("dp_attention", False), ("disaggregation", False)):
+    for name, only in (("speculative", None), ("pp", 1), ("dp_attention", False), *ONE_ENGINE):
         if getattr(config, name) != only:
             raise ValueError(f"embeddings do not work with {name}={getattr(config, name)}")
 

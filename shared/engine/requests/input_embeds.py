@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.types import PromptEmbeds, SamplingParams
 
 PLACEHOLDER = 0
@@ -21,7 +22,7 @@ WORKS_WITH: tuple[tuple[str, Any], ...] = (
     ("speculative", None),
     ("deterministic", False),
     ("hicache_tokens", None),
-    ("disaggregation", False),
+    *ONE_ENGINE,
     ("tp", 1),
     ("pp", 1),
     ("dp", 1),

@@ -131,6 +131,7 @@ class Generation:
         its length in `usage` would tell whether another's prompt begins like a guess."""
         self._caller = caller
         self.request_fields["client"] = caller.name
+        self.request_fields["prefill_server"] = caller.prefill_server
         if caller.has_others:
             self.request_fields["extra_key"] = f"{caller.owner}:{self.request_fields['extra_key'] or ''}"
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.processes.split_servers import split_scheduler
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
@@ -85,6 +87,8 @@ class EngineLoop:
             if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
                 warm_up(self.assembly)
                 self.assembly.compilations.ready()
+            if self.assembly.config.disaggregation_mode is not None:
+                self.scheduler = split_scheduler(self.assembly)
             self.channel.send(self._ready())
             while not self._is_stopping:
                 self._read_messages()
@@ -98,6 +102,7 @@ class EngineLoop:
             raise
         finally:
             self.assembly.grammars.close()
+            self.scheduler.close()
 
     # --8<-- [end:engine-loop]
 
@@ -148,6 +153,7 @@ class EngineLoop:
             extra_key=extra_key,
             priority=message.priority,
             routing_key=message.routing_key,
+            prefill_server=message.prefill_server,
             lora=adapter,
             is_pooling=message.is_pooling,
         )
@@ -251,9 +257,12 @@ class EngineLoop:
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be in_place, retract or abort, got {mode!r}")
         config = self.assembly.config
-        if config.disaggregation or (config.dp > 1 and not config.dp_attention):
-            flag = "disaggregation=True" if config.disaggregation else f"dp={config.dp}"
-            raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
+        several: tuple[tuple[str, Any], ...] = ONE_ENGINE
+        if not config.dp_attention:
+            several += (("dp", 1),)
+        for name, only in several:
+            if (value := getattr(config, name)) != only:
+                raise ValueError(f"an engine with {name}={value} cannot pause: it steps in several processes")
         if mode == "abort":
             self.on_abort_all()
             self._drain()
@@ -373,6 +382,7 @@ class EngineLoop:
             is_paused=self.is_paused,
             num_replicas=self.scheduler.num_replicas,
             problem=self.scheduler.problem,
+            not_ready=self.scheduler.not_ready,
             weight_version=self.assembly.weights.version,
         )
 
@@ -392,5 +402,6 @@ class EngineLoop:
             num_labels=assembly.model_config.num_labels,
             vision=assembly.vision.config if assembly.vision is not None else None,
             description={**assembly.selection, **assembly.memory.rows()},
+            prefill_port=getattr(self.scheduler, "port", None),
             startup_seconds={"imports": self.import_seconds, **assembly.seconds},
         )

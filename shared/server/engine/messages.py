@@ -48,6 +48,7 @@ class Generate(Message):
     client: str = ""  # the key or address it comes from: clients share the compiler of grammars fairly
     priority: int = 0
     routing_key: str | None = None
+    prefill_server: str | None = None  # that computes the prompt, signed by the router
     lora: str | None = None  # name of an adapter
     is_pooling: bool = False  # no tokens, but an embedding
     images: list[bytes] = []  # uint8 [3, image_size, image_size] each; input_ids have their placeholders
@@ -96,6 +97,7 @@ class Ready(Message):
     num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
     vision: VisionConfig | None  # None: the engine takes no images
     description: dict[str, str]  # component -> implementation, memory
+    prefill_port: int | None  # of a prefill server, for decode servers
     startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
 
 
@@ -161,6 +163,7 @@ class Load(msgspec.Struct, kw_only=True):
     is_paused: bool = False
     num_replicas: int = 1  # with dp: those that have not ended
     problem: str | None = None  # why the engine ends as soon as no request is left
+    not_ready: str | None = None  # why requests that come now would fail
     weight_version: int = 0
 
 

@@ -7,7 +7,7 @@ import hmac
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,6 +25,11 @@ the key."""
 
 FORWARDING_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 """A request with one of them comes from a proxy, whose own address says nothing about the client."""
+
+PREFILL_SERVER = b"x-diptych-prefill-server"
+"""Header of a request from the router: the prefill server that it has chosen."""
+PREFILL_PORT = "x-diptych-prefill-port"
+"""Header of /ready of a prefill server."""
 
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f\\]|(^|/)\.{1,2}(/|$)")
 
@@ -50,6 +55,7 @@ class Caller:
     name: str
     is_admin: bool
     has_others: bool = False
+    prefill_server: str | None = None  # which the router has chosen, signed
 
 
 def caller_of(request: Request) -> Caller:
@@ -95,7 +101,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                scope["diptych.caller"] = self._caller(scope)
+                chosen = dict(scope["headers"]).get(PREFILL_SERVER)
+                caller = self._caller(scope)
+                scope["diptych.caller"] = replace(caller, prefill_server=chosen and chosen.decode("latin-1"))
             except ApiError as error:
                 await send_error(error, scope, send)
                 return

@@ -29,18 +29,21 @@ class RouterSettings:
     keys: Keys = field(default_factory=Keys)
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()  # pages that may read answers; "*": any
+    prefill_urls: tuple[str, ...] = ()  # servers that compute the prompts of the others
+    cluster_secret: bytes = b""  # by which these know that the router has chosen
     max_body_bytes: int = MAX_BODY_BYTES + MAX_IMAGE_BYTES  # its servers have their own limits
 
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `load`: requests in flight."""
+    """One server. `load`: requests in flight; of a prefill server those without a first byte."""
 
     url: str
     is_healthy: bool = True  # it answers
     is_ready: bool = True  # it takes new requests; when it drains or is paused, it does not
     load: int = 0
     num_sent: int = 0
+    prefill_address: str | None = None  # of a prefill server, for decode servers; None: not known yet
 
 
 # ---- the tree ----

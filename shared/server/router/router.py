@@ -13,11 +13,23 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from diptych.shared.server.http.access import FORWARDING_HEADERS, require_admin
+from diptych.shared.parallel.channel import signed
+from diptych.shared.server.http.access import (
+    FORWARDING_HEADERS,
+    PREFILL_PORT,
+    PREFILL_SERVER,
+    require_admin,
+)
 from diptych.shared.server.http.connections import until_disconnect
 from diptych.shared.server.http.errors import REQUEST, ApiError
 from diptych.shared.server.http.server_layers import add_layers
-from diptych.shared.server.router.policy import CacheAwarePolicy, Replica, RouterSettings, prompt_text
+from diptych.shared.server.router.policy import (
+    CacheAwarePolicy,
+    Replica,
+    RouterSettings,
+    least_loaded,
+    prompt_text,
+)
 
 HOP_HEADERS = {
     b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"host",
@@ -42,10 +54,11 @@ class Router:
     def __init__(self, urls: Sequence[str], settings: RouterSettings | None = None) -> None:
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"a router needs distinct URLs of servers, got {list(urls)}")
-        for url in urls:
+        self.settings = settings or RouterSettings()
+        for url in (*urls, *self.settings.prefill_urls):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"a URL of a server begins with http:// or https://, got {url!r}")
-        self.settings = settings or RouterSettings()
+        self.prefills = [Replica(url.rstrip("/")) for url in self.settings.prefill_urls]
         self.replicas = [Replica(url.rstrip("/")) for url in urls]
         self.policy = CacheAwarePolicy(self.settings)
         self.client = httpx.AsyncClient(
@@ -77,9 +90,13 @@ class Router:
         return PlainTextResponse("ok" if is_healthy else "no replica answers", 200 if is_healthy else 503)
 
     async def ready(self, request: Request) -> Response:
-        """200 while at least one replica takes requests."""
-        is_ready = any(replica.is_healthy and replica.is_ready for replica in self.replicas)
-        return PlainTextResponse("ok" if is_ready else "no replica is ready", 200 if is_ready else 503)
+        """200 while at least one replica takes requests, and one computes prompts if they are split."""
+        problem = None
+        if not any(replica.is_healthy and replica.is_ready for replica in self.replicas):
+            problem = "no replica is ready"
+        elif self.prefills and not self._ready_prefills():
+            problem = "no prefill server is ready"
+        return PlainTextResponse(problem or "ok", 503 if problem else 200)
 
     async def status(self, request: Request) -> Response:
         """Load and tree size of each replica, for the administration."""
@@ -88,6 +105,7 @@ class Router:
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
         sizes = self.policy.tree.num_chars
+        everyone = [*self.prefills, *self.replicas]
         return JSONResponse(
             [
                 {
@@ -98,7 +116,7 @@ class Router:
                     "num_sent": replica.num_sent,
                     "num_tree_chars": sizes.get(replica, 0),
                 }
-                for replica in self.replicas
+                for replica in everyone
             ]
         )
 
@@ -114,18 +132,22 @@ class Router:
         prompt = prompt_text(content)
         tried: set[Replica] = set()
         while candidates := self._candidates(tried):
-            replica = self.policy.choose(prompt, candidates)
+            prefill = self._choose_prefill(prompt)
+            replica = least_loaded(candidates) if prefill else self.policy.choose(prompt, candidates)
             tried.add(replica)
             replica.load += 1
             replica.num_sent += 1
             try:
-                answer = await until_disconnect(request, self._send(request, replica, content))
+                answer = await until_disconnect(request, self._send(request, replica, content, prefill))
             except BaseException as error:
                 replica.load -= 1
                 if not isinstance(error, httpx.TransportError):
                     raise
                 self.on_failure(replica)
                 continue
+            finally:
+                if prefill is not None:
+                    prefill.load -= 1
             relay = Relay(self, replica, answer)
             if answer.status_code != 503:
                 return relay
@@ -133,14 +155,34 @@ class Router:
             replica.is_ready = False  # until the next check
         raise ApiError(503, "no replica can take the request")
 
+    def _choose_prefill(self, prompt: str) -> Replica | None:
+        """The server that computes the prompt; None: each server computes its own."""
+        if not self.prefills:
+            return None
+        ready = self._ready_prefills()
+        if not ready:
+            raise ApiError(503, "no prefill server is ready")
+        chosen = self.policy.choose(prompt, ready)
+        chosen.load += 1
+        chosen.num_sent += 1
+        return chosen
+
+    def _ready_prefills(self) -> list[Replica]:
+        return [each for each in self.prefills if each.is_healthy and each.is_ready and each.prefill_address]
+
     def _candidates(self, tried: set[Replica]) -> list[Replica]:
         """Those that are ready; if none is, those that answer, which may be ready before the next check."""
         healthy = [each for each in self.replicas if each.is_healthy and each not in tried]
         return [each for each in healthy if each.is_ready] or healthy
 
-    async def _send(self, request: Request, replica: Replica, content: bytes) -> httpx.Response:
+    async def _send(
+        self, request: Request, replica: Replica, content: bytes, prefill: Replica | None
+    ) -> httpx.Response:
         """The response up to its headers. Cancelled when the client leaves."""
-        headers = end_to_end(request.headers.raw)
+        headers = [each for each in end_to_end(request.headers.raw) if each[0] != PREFILL_SERVER]
+        if prefill is not None and prefill.prefill_address is not None:
+            address = signed(prefill.prefill_address, self.settings.cluster_secret)
+            headers.append((PREFILL_SERVER, address.encode()))
         client = request.client.host if request.client is not None else "unknown"
         if (name := REQUEST.get()) is not None:
             headers = [each for each in headers if each[0] != b"x-request-id"]
@@ -158,26 +200,28 @@ class Router:
 
     async def _check_health(self) -> None:
         while True:
-            await asyncio.gather(*map(self._check, self.replicas))
+            await asyncio.gather(*map(self._check, [*self.prefills, *self.replicas]))
             self.policy.tree.evict(self.settings.max_tree_chars)
             await asyncio.sleep(self.settings.health_interval)
 
     async def _check(self, replica: Replica) -> None:
         """Does it take requests? A server of another kind may have no /ready, or a key for it."""
-        status = await self._status_of(replica, "/ready")
-        if status in (401, 403, 404):
-            status = await self._status_of(replica, "/health")
-        if status is None and replica.is_healthy:
+        answer = await self._get(replica, "/ready")
+        if answer is not None and answer.status_code in (401, 403, 404):
+            answer = await self._get(replica, "/health")
+        if answer is None and replica.is_healthy:
             self.on_failure(replica)
-        replica.is_healthy, replica.is_ready = status is not None, status == 200
+        replica.is_healthy, replica.is_ready = answer is not None, answer is not None and answer.is_success
+        if answer is not None and (port := answer.headers.get(PREFILL_PORT)):
+            host = httpx.URL(replica.url).host
+            replica.prefill_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    async def _status_of(self, replica: Replica, path: str) -> int | None:
+    async def _get(self, replica: Replica, path: str) -> httpx.Response | None:
         """None: no answer."""
         try:
-            answer = await self.client.get(replica.url + path, timeout=self.settings.health_interval)
+            return await self.client.get(replica.url + path, timeout=self.settings.health_interval)
         except httpx.HTTPError:
             return None
-        return answer.status_code
 
 
 class Relay(StreamingResponse):

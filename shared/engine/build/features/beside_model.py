@@ -64,6 +64,7 @@ class LinearStates(Feature):
             "pp": config.pp > 1,
             "dp_attention": config.dp_attention,
             "disaggregation": config.disaggregation,  # KV is sent, and no states
+            "disaggregation_mode": config.disaggregation_mode,
         }
         for name, is_set in refused.items():
             if is_set:

@@ -1,0 +1,40 @@
+"""Makes the engine of one server of several that divide prefill and decode among them."""
+
+from __future__ import annotations
+
+from diptych.shared import registry
+from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.processes.cluster_secret import cluster_secret
+from diptych.shared.engine.processes.disaggregated import transport_of
+from diptych.shared.interfaces import Scheduler, Transport
+from diptych.shared.parallel.channel import Channel, Listener
+
+
+def split_scheduler(assembly: Assembly) -> Scheduler:
+    """The scheduler of a prefill server or of a decode server, around that of the assembly. Raises
+    `ValueError` without a secret, or if the port is taken."""
+    config, parts = assembly.config, assembly.parts
+    secret, transport_class = cluster_secret(config.cluster_secret_file), transport_of(config)
+    servers = registry.load_part("split_servers")
+
+    def make(channel: Channel) -> Transport:
+        return transport_class(channel, assembly.kv_pool)
+
+    scheduler: Scheduler
+    if config.disaggregation_mode == "prefill":
+        host, port = config.disaggregation_host, config.disaggregation_port
+        try:
+            listener = Listener(host, secret, port)
+        except OSError as error:
+            raise ValueError(f"disaggregation: cannot listen on {host}:{port}: {error.strerror}") from None
+        scheduler = servers.PrefillServer(assembly.scheduler, parts, make, listener)
+        return scheduler
+    known = config.prefill_servers.split(",") if config.prefill_servers else ()
+    scheduler = servers.DecodeServer(
+        assembly.scheduler,
+        parts,
+        assembly.model_config.vocab_size,
+        config.context_len,
+        servers.PrefillServers(make, secret, known),
+    )
+    return scheduler

@@ -1,0 +1,204 @@
+"""Prefill servers and decode servers behind a router: the answers of one server, whatever ends when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.reference.parallel.split_servers import PrefillServers
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.parallel.channel import Listener, connect, signed, verified
+from diptych.shared.types import Req, SamplingParams
+from tests.server.running import RunningServer, serving
+
+SECRET = b"a secret of the cluster"
+ENGINE = ("--panel", "reference", "--max-total-tokens", "2048", "--context-len", "256", "--page-size", "4")
+PROMPTS = [
+    "What is 12 + 30?",
+    "Read this story: Mara lives in Bergen. Mara works as a baker. In which city does Mara live?",
+    "Count from 3 to 9.",
+    "Read this story: Mara lives in Bergen. Mara works as a baker. Who works as a baker?",
+]
+BODY = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", context_len=256)
+    return [llm.chat([{"role": "user", "content": prompt}], temperature=0, max_tokens=24).text for prompt in PROMPTS]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    yield "--cluster-secret-file", str(file)
+
+
+def ask(url: str, prompt: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": prompt}], **BODY, **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    found: str = answer.json()["choices"][0]["message"]["content"]
+    return found
+
+
+def streamed(url: str, prompt: str) -> str:
+    found = ""
+    body = {"messages": [{"role": "user", "content": prompt}], "stream": True, **BODY}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                found += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    return found
+
+
+@contextlib.contextmanager
+def cluster(secret: tuple[str, str], num_prefill: int, num_decode: int) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(mode: str) -> RunningServer:
+            return stack.enter_context(serving("--disaggregation-mode", mode, *ENGINE, *secret))
+
+        with ThreadPoolExecutor() as threads:
+            servers = list(threads.map(start, ["prefill"] * num_prefill + ["decode"] * num_decode))
+        flags = [each for server in servers[:num_prefill] for each in ("--prefill", server.url)]
+        flags += [each for server in servers[num_prefill:] for each in ("--decode", server.url)]
+        router = stack.enter_context(serving(*flags, *secret, command="route"))
+        until_ready(router.url)
+        yield router, servers[:num_prefill], servers[num_prefill:]
+
+
+def until_ready(url: str, status: int = 200) -> None:
+    end = time.monotonic() + 60
+    while (answer := httpx.get(f"{url}/ready", timeout=10)).status_code != status:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.05)
+
+
+def check_idle(server: RunningServer) -> None:
+    server.wait_idle()
+    httpx.post(f"{server.url}/flush_cache?timeout=20", timeout=60).raise_for_status()
+    assert server.wait_idle()["num_used_tokens"] == 0
+
+
+def test_a_cluster_answers_as_one_server(secret: tuple[str, str], expected: list[str]) -> None:
+    """Two of each; then servers are killed one after the other."""
+    with cluster(secret, 2, 2) as (router, prefills, decodes), ThreadPoolExecutor(4) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda prompt: text_of(ask(router.url, prompt)), PROMPTS))
+            assert found == expected
+        assert streamed(router.url, PROMPTS[1]) == expected[1]
+        loads = [server.get("/server_info")["load"] for server in (*prefills, *decodes)]
+        assert all(load["num_steps"] for load in loads), "all servers have worked"
+        assert loads[0]["num_prompt_tokens"] + loads[1]["num_prompt_tokens"] > 0
+
+        refused = ask(prefills[0].url, PROMPTS[0])
+        assert refused.status_code == 400
+        assert "send requests to one of those" in refused.text
+        forged = {"x-diptych-prefill-server": signed("127.0.0.1:1", b"another secret of 16")}
+        body = {"messages": [{"role": "user", "content": "Hi"}], **BODY}
+        answer = httpx.post(f"{decodes[0].url}/v1/chat/completions", json=body, headers=forged, timeout=60)
+        assert answer.status_code == 400
+        assert "not signed" in answer.text
+
+        prefills[0].kill()  # requests that come now move to the other one
+        late = list(threads.map(lambda prompt: text_of(ask(router.url, f"{prompt} Be brief.")), PROMPTS))
+        assert all(late)
+        decodes[0].process.send_signal(signal.SIGKILL)
+        decodes[0].process.wait()
+        found = list(threads.map(lambda prompt: text_of(ask(router.url, prompt)), PROMPTS))
+        assert found == expected
+        for server in (prefills[1], decodes[1]):
+            check_idle(server)
+        prefills[1].kill()
+        until_ready(router.url, 503)
+        assert ask(router.url, "What is 1 + 1?").status_code == 503
+        assert httpx.get(f"{router.url}/health", timeout=10).status_code == 200
+
+
+def test_without_a_router(secret: tuple[str, str], expected: list[str]) -> None:
+    """A decode server is not ready while none of its prefill servers answers, and recovers."""
+    listener = Listener("127.0.0.1", SECRET)
+    port = listener.port
+    listener.close()
+    known = ("--prefill-servers", f"127.0.0.1:{port}")
+    with serving("--disaggregation-mode", "decode", *known, *ENGINE, *secret) as decode:
+        until_ready(decode.url, 503)
+        assert ask(decode.url, PROMPTS[0]).status_code == 503
+        prefill_flags = ("--disaggregation-mode", "prefill", "--disaggregation-port", str(port))
+        with serving(*prefill_flags, *ENGINE, *secret):
+            until_ready(decode.url)
+            assert text_of(ask(decode.url, PROMPTS[0])) == expected[0]
+        until_ready(decode.url, 503)
+        assert text_of(ask(decode.url, PROMPTS[0])) == expected[0], "its prompt is cached"
+        assert ask(decode.url, "What is 7 + 5?").status_code == 503
+        check_idle(decode)
+
+
+def test_a_connection_with_another_secret_is_no_prefill_server() -> None:
+    listener = Listener("127.0.0.1", b"another secret of 16")
+    servers = PrefillServers(lambda channel: pytest.fail("connected"), SECRET)
+    address = f"127.0.0.1:{listener.port}"
+    req = Req("r", [1, 2], SamplingParams(), seed=0, prefill_server=address)
+    from collections import Counter
+
+    assert servers.choose(req, Counter()) is None
+    end = time.monotonic() + 20
+    while servers.is_connecting(req):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert servers.choose(req, Counter()) is None
+    assert not servers.is_alive()
+    listener.close()
+
+
+def test_an_address_is_signed() -> None:
+    text = signed("10.0.0.7:8998", SECRET)
+    assert verified(text, SECRET) == "10.0.0.7:8998"
+    for forged in (text.replace("7:", "8:"), text[:-1], "10.0.0.7:8998", ""):
+        with pytest.raises(ValueError, match="not signed"):
+            verified(forged, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"disaggregation_mode": "prefill", "tp": 2}, "disaggregation_mode=prefill does not work with tp=2"),
+        ({"disaggregation_mode": "decode", "speculative": "ngram"}, "does not work with speculative=ngram"),
+        ({"disaggregation_mode": "decode", "disaggregation": True}, "disaggregation=True starts both"),
+        ({"disaggregation_mode": "decode", "use": {"transport": "shared_memory"}}, "of one computer"),
+        ({"prefill_servers": "a:1"}, "needs disaggregation_mode=decode"),
+        ({"disaggregation_mode": "decode", "prefill_servers": "a"}, "must be HOST:PORT"),
+        ({"disaggregation_mode": "decode", "prefill_servers": "a:0"}, "must be HOST:PORT"),
+    ],
+)
+def test_what_cannot_run(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**flags)
+
+
+def test_the_python_api_is_no_server() -> None:
+    with pytest.raises(ValueError, match="diptych serve"):
+        LLM("tiny-dense", disaggregation_mode="decode")
+
+
+def test_connect_to_nothing(tmp_path: Path) -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    listener.close()
+    with pytest.raises(OSError):
+        connect("127.0.0.1", listener.port, SECRET)
