@@ -45,6 +45,7 @@ class PrefillServer(Scheduler):
         self._num_joined = 0
         threading.Thread(target=self._accept, name="decode servers", daemon=True).start()
 
+    # --8<-- [start:prefill-server-step]
     def step(self) -> list[StepOutput]:
         while not self._joined.empty():
             self._num_joined += 1
@@ -59,6 +60,8 @@ class PrefillServer(Scheduler):
         if not self.scheduler.has_work():
             time.sleep(POLL_SECONDS)
         return []
+
+    # --8<-- [end:prefill-server-step]
 
     def _accept(self) -> None:
         with contextlib.suppress(EOFError):

@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import psutil
 
+from diptych.shared.engine.processes.cluster_secret import SECRET
 from diptych.shared.tools.conformance.whole_engine.chaos_clients import Clients, Question, questions
 
 ROOT = Path(__file__).parents[4]
@@ -52,6 +53,7 @@ class Mode:
     child: str = ""
     model: str = "tiny-dense"
     num_servers: int = 1  # more than one: behind a router
+    num_prefill: int = 0  # of these, the ones that compute the prompts of the others
 
 
 MODES = {
@@ -64,6 +66,7 @@ MODES = {
     "disaggregation": Mode(("--disaggregation",), "prefill engine"),
     "shared memory": Mode(("--disaggregation", "--use", "transport=shared_memory"), "prefill engine"),
     "router": Mode(("--in-process",), num_servers=2),
+    "split servers": Mode(num_servers=4, num_prefill=2),
 }
 
 
@@ -89,7 +92,7 @@ class Server:
         self.name = arguments[0]
         self.log = Path(folder, f"log {uuid.uuid4().hex}")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {MARK: mark, "TMPDIR": folder, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        variables = {MARK: mark, SECRET: mark, "TMPDIR": folder, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         with self.log.open("w") as output:
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", "from diptych.shared.tools.cli import main; main()", *arguments],
@@ -208,9 +211,11 @@ class Round:
             *("serve", "--port", "0", "--model", mode.model, "--device", "cpu", "--panel", "reference"),
             *("--dtype", "float32", "--max-total-tokens", "2048", "--drain-seconds", "60", *apart),
         ]
-        self.servers = [
-            Server([*arguments, *mode.flags], mark, folder, mode.child) for _ in range(mode.num_servers)
-        ]
+        self.servers = []
+        for number in range(mode.num_servers):
+            split = ("--disaggregation-mode", "prefill" if number < mode.num_prefill else "decode")
+            flags = [*mode.flags, *(split if mode.num_prefill else ())]
+            self.servers.append(Server([*arguments, *flags], mark, folder, mode.child))
 
     def run(self, asked: list[Question]) -> None:
         rng, servers = self.rng, self.servers
@@ -222,9 +227,10 @@ class Round:
             server.wait_ready()
         front = servers[0]
         if self.mode.num_servers > 1:
-            front = Server(["route", "--port", "0", *(each.url for each in servers)], self.mark, self.folder)
+            front = Server(["route", "--port", "0", *self._urls()], self.mark, self.folder)
             servers.append(front)
             front.wait_ready()
+            _until("the router is ready", START_SECONDS, lambda: _is_ready(front))
         with self._clients(front.url, asked) as clients:
             clients.wait(2 * NUM_ANSWERS)
         num_files = [server.num_files() for server in servers if self._is_idle(server)]
@@ -238,6 +244,15 @@ class Round:
         if self.mode.num_servers > 1:
             self._lose_a_server(front, asked)
         self._end(front, asked)
+
+    def _urls(self) -> list[str]:
+        """Arguments of the router."""
+        num = self.mode.num_prefill
+        urls = [server.url for server in self.servers]
+        if not num:
+            return urls
+        kinds = ["--prefill"] * num + ["--decode"] * (len(urls) - num)
+        return [each for pair in zip(kinds, urls, strict=True) for each in pair]
 
     @contextlib.contextmanager
     def _clients(self, url: str, asked: list[Question]) -> Iterator[Clients]:
@@ -341,6 +356,10 @@ class Round:
 
         with contextlib.suppress(psutil.NoSuchProcess):
             _until("every process ends", END_SECONDS, lambda: not names())
+
+
+def _is_ready(server: Server) -> bool:
+    return httpx.get(server.url + "/ready", timeout=END_SECONDS, trust_env=False).is_success
 
 
 def _has_at_most(server: Server, num_files: int) -> bool:
