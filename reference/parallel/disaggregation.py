@@ -94,7 +94,6 @@ class PrefillSide:
         """The connection is lost, and nothing waits for it."""
         return self.transport.is_lost and not (self.prefill or self.in_flight)
 
-    # --8<-- [start:prefill-turn]
     def turn(self) -> bool:
         """Run one step. False: there was nothing to compute."""
         self.receive()
@@ -102,17 +101,18 @@ class PrefillSide:
         self.send(self.scheduler.step() if has_work else [])
         return has_work
 
+    # --8<-- [start:prefill-turn]
     def receive(self) -> None:
-        """Before a step: take the prompts that have come, and drop those that were aborted."""
+        """Before a step: take new prompts, and drop those that were aborted."""
         for message in self.transport.messages():
             self._start(_decode(message))
         for rid, start in list(self.prefill.items()):
-            if self.transport.poll(start.room) != "open":  # aborted before it was computed
+            if self.transport.poll(start.room) != "open":  # aborted
                 del self.prefill[rid]
                 self.scheduler.abort(rid)
 
     def send(self, outputs: Sequence[StepOutput]) -> None:
-        """After a step: send the prompts that are computed, and unlock those that have arrived."""
+        """After a step: send what is computed, and unlock what has arrived."""
         for output in outputs:
             if output.finished_reason is not None and output.rid in self.prefill:
                 self._send(self.prefill.pop(output.rid), output.finished_reason)

@@ -8,6 +8,15 @@ ONE_ENGINE: tuple[tuple[str, bool | None], ...] = (("disaggregation", False), ("
 """Flags that divide prefill and decode among engines, and their values that do not."""
 
 
+def check_can_pause(flags: EngineFlags) -> None:
+    """Raise `ValueError` if the engine steps in several processes, which do not step together."""
+    replicas = () if flags.dp_attention else (("dp", 1),)
+    for name, only in (*ONE_ENGINE, *replicas):
+        if getattr(flags, name) != only:
+            flag = f"{name}={getattr(flags, name)}"
+            raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
+
+
 def check_parallel_flags(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
     if flags.num_lora_slots:

@@ -125,7 +125,7 @@ class EngineFlags:
     disaggregation_port: int = flag(
         RANKS, 0, "With --disaggregation-mode prefill: its port; 0: any free one.", at_least=0
     )
-    """The router learns it from the server; without a router decode servers must be told."""
+    """The router learns it from the server; without a router decode servers need it."""
     prefill_servers: str | None = flag(
         RANKS, None, "With --disaggregation-mode decode: HOST:PORT,... Default: those that the router names."
     )

@@ -26,10 +26,8 @@ from diptych.reference.parallel.shared_memory_transport import (
 from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
-from diptych.shared.engine.processes import launcher
+from diptych.shared.engine.processes import cluster_secret, launcher
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
-from diptych.shared.engine.processes.cluster_secret import SECRET as SECRET_VARIABLE
-from diptych.shared.engine.processes.cluster_secret import cluster_secret
 from diptych.shared.parallel import channel, meeting
 from diptych.shared.parallel.channel import MIN_SECRET_BYTES, VERSION, Channel, Listener, Refused, connect
 from diptych.shared.parallel.tensor_frames import pack, unpack
@@ -295,21 +293,21 @@ def test_a_transport_between_computers(listener: Listener) -> None:
 def test_a_launcher_needs_a_secret_that_only_this_user_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.delenv(cluster_secret.SECRET, raising=False)
     with pytest.raises(ValueError, match=r"need a secret of at least 16 bytes.*DIPTYCH_CLUSTER_SECRET"):
-        cluster_secret(None)
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
-    assert cluster_secret(None) == SECRET
+        cluster_secret.cluster_secret(None)
+    monkeypatch.setenv(cluster_secret.SECRET, SECRET.decode())
+    assert cluster_secret.cluster_secret(None) == SECRET
     file = tmp_path / "secret"
     config = EngineConfig(cluster_secret_file=str(file))
     with pytest.raises(ValueError, match=r"cluster_secret_file: .*No such file"):
-        cluster_secret(config.cluster_secret_file)
+        cluster_secret.cluster_secret(config.cluster_secret_file)
     file.write_text("f" * MIN_SECRET_BYTES + "\n")
     file.chmod(0o640)
     with pytest.raises(ValueError, match="others may open"):
-        cluster_secret(config.cluster_secret_file)
+        cluster_secret.cluster_secret(config.cluster_secret_file)
     file.chmod(0o600)
-    assert cluster_secret(config.cluster_secret_file) == b"f" * MIN_SECRET_BYTES
+    assert cluster_secret.cluster_secret(config.cluster_secret_file) == b"f" * MIN_SECRET_BYTES
 
 
 def test_only_ranks_with_the_secret_are_followers(

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from diptych.shared.config.parallel import ONE_ENGINE
+from diptych.shared.config.parallel import check_can_pause
 from diptych.shared.engine.build.assembly import Assembly
-from diptych.shared.engine.processes.split_servers import split_scheduler
+from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
@@ -87,8 +87,7 @@ class EngineLoop:
             if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
                 warm_up(self.assembly)
                 self.assembly.compilations.ready()
-            if self.assembly.config.disaggregation_mode is not None:
-                self.scheduler = split_scheduler(self.assembly)
+            self.scheduler = split_scheduler(self.assembly)
             self.channel.send(self._ready())
             while not self._is_stopping:
                 self._read_messages()
@@ -256,13 +255,7 @@ class EngineLoop:
         queue and give it back; abort: they end."""
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be in_place, retract or abort, got {mode!r}")
-        config = self.assembly.config
-        several: tuple[tuple[str, Any], ...] = ONE_ENGINE
-        if not config.dp_attention:
-            several += (("dp", 1),)
-        for name, only in several:
-            if (value := getattr(config, name)) != only:
-                raise ValueError(f"an engine with {name}={value} cannot pause: it steps in several processes")
+        check_can_pause(self.assembly.config)
         if mode == "abort":
             self.on_abort_all()
             self._drain()

@@ -11,9 +11,11 @@ from diptych.shared.parallel.channel import Channel, Listener
 
 
 def split_scheduler(assembly: Assembly) -> Scheduler:
-    """The scheduler of a prefill server or of a decode server, around that of the assembly. Raises
-    `ValueError` without a secret, or if the port is taken."""
+    """The scheduler of a prefill server or of a decode server, around that of the assembly; of other servers
+    that of the assembly. Raises `ValueError` without a secret, or if the port is taken."""
     config, parts = assembly.config, assembly.parts
+    if config.disaggregation_mode is None:
+        return assembly.scheduler
     secret, transport_class = cluster_secret(config.cluster_secret_file), transport_of(config)
     servers = registry.load_part("split_servers")
 
