@@ -32,7 +32,7 @@ MakeTransport = Callable[[Channel], Transport]
 class PrefillServer(Scheduler):
     """The scheduler of a prefill server. Its requests come from decode servers alone."""
 
-    def __init__(  # type: ignore[override]
+    def __init__(
         self, scheduler: Scheduler, parts: SchedulerParts, make: MakeTransport, listener: Listener
     ) -> None:
         self.scheduler = scheduler

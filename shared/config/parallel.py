@@ -73,8 +73,8 @@ def _check_split_engine(flags: EngineFlags, split: str) -> None:
     if flags.disaggregation_mode is not None and flags.disaggregation:
         raise ValueError(f"{split} is one of two servers, and disaggregation=True starts both in one")
     transport = flags.use.get("transport", "reference")
-    if flags.disaggregation_mode is not None and transport == "shared_memory":
-        raise ValueError(f"{split} does not work with transport={transport}, of one computer")
+    if flags.disaggregation_mode is not None and transport != "reference":
+        raise ValueError(f"{split} does not work with transport={transport}, only with reference")
 
 
 def _check_addresses(flags: EngineFlags) -> None:

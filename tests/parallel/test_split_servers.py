@@ -192,7 +192,7 @@ def test_an_address_is_signed() -> None:
         ({"disaggregation_mode": "prefill", "tp": 2}, "disaggregation_mode=prefill does not work with tp=2"),
         ({"disaggregation_mode": "decode", "speculative": "ngram"}, "does not work with speculative=ngram"),
         ({"disaggregation_mode": "decode", "disaggregation": True}, "disaggregation=True starts both"),
-        ({"disaggregation_mode": "decode", "use": {"transport": "shared_memory"}}, "of one computer"),
+        ({"disaggregation_mode": "decode", "use": {"transport": "shared_memory"}}, "only with reference"),
         ({"prefill_servers": "a:1"}, "needs disaggregation_mode=decode"),
         ({"disaggregation_mode": "decode", "prefill_servers": "a"}, "must be HOST:PORT"),
         ({"disaggregation_mode": "decode", "prefill_servers": "a:0"}, "must be HOST:PORT"),

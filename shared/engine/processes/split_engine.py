@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diptych.shared import registry
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.cluster_secret import cluster_secret
@@ -16,11 +18,13 @@ def split_scheduler(assembly: Assembly) -> Scheduler:
     config, parts = assembly.config, assembly.parts
     if config.disaggregation_mode is None:
         return assembly.scheduler
-    secret, transport_class = cluster_secret(config.cluster_secret_file), transport_of(config)
+    secret = cluster_secret(config.cluster_secret_file)
+    transport_class: Any = transport_of(config)  # that of a connection, which takes a channel, too
     servers = registry.load_part("split_servers")
 
     def make(channel: Channel) -> Transport:
-        return transport_class(channel, assembly.kv_pool)
+        transport: Transport = transport_class(channel, assembly.kv_pool)
+        return transport
 
     scheduler: Scheduler
     if config.disaggregation_mode == "prefill":
