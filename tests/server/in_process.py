@@ -85,7 +85,7 @@ def make_app(
     ready: Any = Ready(
         version=0, context_len=context_len, vocab_size=2**17, num_token_ids=tokenizer.vocab_size,
         max_total_tokens=2 * context_len, max_running_requests=64, max_queued_requests=None,
-        eos_token_ids=[0], num_labels=0, vision=None, description={}, startup_seconds={},
+        eos_token_ids=[0], num_labels=0, vision=None, description={}, prefill_port=None, startup_seconds={},
     )  # fmt: skip
     client: Any = FakeClient()
     state = ServerState(
