@@ -22,9 +22,11 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 from ruff import find_ruff_bin
 
+from docs.figures import five_requests
 from docs.generators.hook import expand
 
 ROOT = Path(__file__).parents[1]
+RUN = "course/run.html"
 MAX_COLUMNS = 88
 WIDE_TABLE = 3  # columns
 
@@ -51,6 +53,7 @@ def on_files(files: Files, config: Any) -> Files:
             page = File.generated(config, _page_of(path), content=_source_page(path))
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
+    files.append(File.generated(config, RUN, content=five_requests.page("../source")))
     return files
 
 

@@ -31,8 +31,8 @@ FIGURES = {
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 
-FILES = {"batching.svg": "batching.make_file"}
-"""The same for files that README.md shows."""
+FILES = {"five-requests.json": "five_requests.make", "batching.svg": "batching.make_file"}
+"""The same for the recorded run, and for a file that README.md shows."""
 
 
 def remake(file: str) -> str:
@@ -47,7 +47,7 @@ def main(names: Sequence[str]) -> None:
     unknown = set(names) - set(FIGURES)
     if unknown:
         raise ValueError(f"no figure is named {sorted(unknown)}; there are {', '.join(FIGURES)}")
-    for file in [*(f"{name}.html" for name in names or FIGURES), *(() if names else FILES)]:
+    for file in [*(() if names else FILES), *(f"{name}.html" for name in names or FIGURES)]:
         path = FOLDER / file
         text = remake(file)
         state = "unchanged" if path.exists() and path.read_text(encoding="utf-8") == text else "written"

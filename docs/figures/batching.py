@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from diptych.shared.engine.llm import LLM
-from diptych.shared.engine.requests.output_collector import OutputCollector
-from diptych.shared.types import SamplingParams
+from docs.figures.five_requests import FLAGS, recorded
 from docs.figures.svg import NARROW, WIDE, Svg, figure, num, standalone, views
 
-ARRIVALS = (
-    (0, "What is 7 + 8?"),
-    (0, "Count from 3 to 5."),
-    (2, "What is 2 + 3?"),
-    (4, "Count from 7 to 9."),
-    (6, "What is 7 + 5?"),
-)
-"""(step, question)"""
-
-MAX_RUNNING = 3
-ROW = 46.0
+MAX_RUNNING = FLAGS["max_running_requests"]
 
 
 @dataclass
@@ -31,46 +20,21 @@ class Line:
     cells: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
-class Run:
-    def __init__(self) -> None:
-        self.llm = LLM(
-            "tiny-dense",
-            panel="reference",
-            device="cpu",
-            dtype="float32",
-            page_size=1,
-            max_total_tokens=512,
-            max_running_requests=MAX_RUNNING,
-        )
-        self.lines = [Line(question) for _, question in ARRIVALS]
-        self.collectors: list[OutputCollector] = []
-
-    def to_end(self) -> list[Line]:
-        step = 0
-        while len(self.collectors) < len(ARRIVALS) or not all(c.is_finished for c in self.collectors):
-            for start, question in ARRIVALS[len(self.collectors) :]:
-                if start > step:
-                    break
-                prompt = self.llm.chat_prompt([{"role": "user", "content": question}])
-                params = SamplingParams(temperature=0, max_new_tokens=16)
-                self.collectors += self.llm.submit(prompt, params)
-            known = [collector.num_output_tokens for collector in self.collectors]
-            self.llm.step()
-            for line, collector, before in zip(self.lines, self.collectors, known):
-                self.note(line, collector, before, step)
-            step += 1
-        return self.lines
-
-    def note(self, line: Line, collector: OutputCollector, before: int, step: int) -> None:
-        assert self.llm.tokenizer is not None
-        if collector.num_output_tokens == before:
-            if not collector.is_finished:
-                line.cells[step] = ("wait", "")
-            return
-        token_id = collector.output_ids[before]
-        text = self.llm.tokenizer.decode([token_id]).replace("<|im_end|>", "■").strip()
-        line.cells[step] = ("decode" if before else "prefill", text or "␣")
-        line.num_computed = collector.num_prompt_tokens - collector.num_cached_tokens
+def lines_of(run: dict[str, Any]) -> list[Line]:
+    """What the recording of the five requests has of each."""
+    lines = {each["name"]: Line(each["text"], each["prompt"] - each["cached"]) for each in run["requests"]}
+    for number, step in enumerate(run["steps"]):
+        without = [*step["queue"], *step["running"]]
+        for name, *_ in without:
+            lines[name].cells[number] = ("wait", "")
+        for name, count, _ in step["rows"]:
+            lines[name].cells[number] = ("prefill" if count > 1 else "decode", "")
+        for name, _place, text, *_ in step["tokens"]:
+            lines[name].cells[number] = (
+                lines[name].cells[number][0],
+                text.replace("‹end›", "■").strip() or "␣",
+            )
+    return list(lines.values())
 
 
 def draw(lines: list[Line], width: int) -> Svg:
@@ -115,7 +79,7 @@ def draw(lines: list[Line], width: int) -> Svg:
     svg.text(
         0 if is_wide else width - 1, bottom + (20 if is_wide else 38), "step", "s" if is_wide else "s end"
     )
-    entries = [("fc", "prefill and first token"), ("fa", "decode, one token")]
+    entries = [("fc", "prefill, and the first token at its end"), ("fa", "decode, one token")]
     svg.legend(bottom + (34 if is_wide else 48), entries)
     return svg
 
@@ -127,15 +91,16 @@ LABEL = (
 
 
 def make() -> str:
-    lines = Run().to_end()
+    lines = lines_of(recorded())
     caption = (
         "Continuous batching in a real run of the reference panel with <code>tiny-dense</code>, at most "
         f"{MAX_RUNNING} running requests. A column is one step; a dashed line is a step without a token. "
-        "Prompts are computed first. Later ones have fewer tokens to compute, because their beginning is in "
-        "the radix cache. ■ ends an answer."
+        "Prompts are computed first, at most "
+        f"{FLAGS['chunked_prefill_size']} tokens in a step. Later ones have fewer tokens to compute, because "
+        "their beginning is in the radix cache. ■ ends an answer."
     )
     return figure(views(LABEL, draw(lines, WIDE), draw(lines, NARROW)), caption)
 
 
 def make_file() -> str:
-    return standalone(draw(Run().to_end(), WIDE), LABEL)
+    return standalone(draw(lines_of(recorded()), WIDE), LABEL)

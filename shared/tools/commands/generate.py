@@ -42,20 +42,32 @@ def generate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a timeline of the engine's and the device's work to this file.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write one HTML page to this file that plays the run step by step: queue, batch, pages, "
+            "radix tree, logits and times. The TEXTs are answered together; one arrives every two steps."
+        ),
+    ] = None,
 ) -> None:
     """Answer TEXT: prints the answer, then its speed and what the prefix cache saved.
 
     Several TEXTs are answered in turn; later ones find shared beginnings in the prefix cache.
     """
+    if record is not None and trace is not None:
+        raise ValueError("--record has the timeline too: it cannot be combined with --trace")
     if raw and system is not None:
         raise ValueError("--raw gives the text as it is: it cannot be combined with --system")
     texts = read_prompts(prompts)
     params = sampling.to_params()
     if logprobs or top_logprobs:
         params |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
-    if trace is not None:
-        bench_run.check_files(None, trace)
+    for file in filter(None, (trace, record)):
+        bench_run.check_files(None, file)
     llm = launch.start_llm(engine.to_flags())
+    if record is not None:
+        record_all(llm, texts, params, record, system=system, raw=raw, as_json=as_json)
+        return
     with tracing(llm, trace):
         answer_all(llm, texts, params, system=system, raw=raw, stream=stream, as_json=as_json)
 
@@ -99,6 +111,39 @@ def answer_all(
             raise typer.Exit(130)  # as a shell reports an interrupted program
         if answer.finish_reason == "error":
             raise typer.Exit(1)
+
+
+def record_all(
+    llm: LLM, texts: list[str], params: dict[str, Any], file: Path, *, system: str | None, raw: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Answer the texts together, and write the page of the run."""
+    from diptych.shared.tools.record.page import write_page
+    from diptych.shared.tools.record.recorded_run import Arrival, Recorder
+    from diptych.shared.types import SamplingParams
+
+    prompts = [text if raw else chat_prompt(llm, text, system) for text in texts]
+    arrivals = [
+        Arrival(2 * i, text, prompt, SamplingParams(**params))
+        for i, (text, prompt) in enumerate(zip(texts, prompts))
+    ]
+    recorder = Recorder(llm)
+    try:
+        run = recorder.run(arrivals)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    write_page(file, run)
+    for text, collector in zip(texts, recorder.collectors):
+        answer = Answer()
+        answer.add(collector.whole(), 0.0)
+        if as_json:
+            print(json.dumps({"prompt": text, "model": llm.config.model, **answer.as_dict()}), flush=True)
+        else:
+            print(f"> {text}\n{answer.text}", flush=True)
+    size = f"{len(run['steps'])} steps, {file.stat().st_size // 1024} KiB"
+    print(f"{file}: {size}; open it in a browser", file=sys.stderr)
+    if any(request["reason"] == "error" for request in run["requests"]):
+        raise typer.Exit(1)
 
 
 def read_prompts(prompts: list[str] | None) -> list[str]:
