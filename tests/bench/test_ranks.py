@@ -39,6 +39,7 @@ def test_a_slower_rank_repeats_as_often() -> None:
     assert first[1] == 20
 
 
+@pytest.mark.full
 def test_steps_and_rounds_of_two_ranks() -> None:
     """Processes, which hang if a rank makes other calls. A case that is refused leaves them in step."""
     eagle = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}

@@ -45,6 +45,7 @@ def test_the_reference_holds_and_every_clause_has_its_line(diptych: Diptych) -> 
     assert result.stdout.splitlines()[0] == summary  # the table after it may be long
 
 
+@pytest.mark.full
 def test_the_example_of_the_documentation_holds(diptych: Diptych) -> None:
     result = diptych("check", "radix_cache", EXAMPLE)
     assert result.exit_code == 0, result.output

@@ -96,12 +96,15 @@ def test_what_is_written_is_allowed(dialect: Dialect, is_special: bool) -> None:
 @any_dialect
 @pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["one", "several"])
-def test_what_is_allowed_is_read(dialect: Dialect, is_special: bool, is_parallel: bool) -> None:
+@pytest.mark.parametrize("num_texts", [1, pytest.param(6, marks=pytest.mark.full)])
+def test_what_is_allowed_is_read(
+    dialect: Dialect, is_special: bool, is_parallel: bool, num_texts: int
+) -> None:
     controls = (
         {m: chr(0xFDD0 + i) for i, m in enumerate(dict.fromkeys(dialect.markers))} if is_special else {}
     )
     by_id = {FIRST_MARKER + i: controls.get(m, m) for i, m in enumerate(dict.fromkeys(dialect.markers))}
-    for seed in range(4):
+    for seed in range(num_texts):
         rng, text = random.Random(seed), bytearray()
         matcher, _ = grammar_of(dialect, TOOLS, is_parallel, is_special)
         for _ in range(1500):

@@ -56,7 +56,7 @@ def answer(llm: LLM) -> str:
     [
         {"panel": "reference"},
         {"panel": "optimized"},
-        {"panel": "reference", "quantization": "int8"},
+        pytest.param({"panel": "reference", "quantization": "int8"}, marks=pytest.mark.full),
         {"panel": "reference", "tp": 2},
         pytest.param({"panel": "reference", "tp": 2, "quantization": "fp8"}, marks=pytest.mark.full),
     ],
@@ -77,7 +77,7 @@ def test_from_a_folder_and_from_tensors(flags: dict[str, Any], other: Path) -> N
     assert answer(llm) == before
 
 
-@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize("panel", ["reference", pytest.param("optimized", marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_steps", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_running_requests_go_on_with_the_new_weights(panel: str, num_steps: int, other: Path) -> None:
     llm = LLM("tiny-dense", panel=panel, **FLAGS)

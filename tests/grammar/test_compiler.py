@@ -184,10 +184,10 @@ def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: T
     ("signals", "error"),
     [
         ([signal.SIGKILL], None),
-        ([signal.SIGSEGV], None),
-        ([signal.SIGKILL, signal.SIGKILL], CompilerFailed),
+        pytest.param([signal.SIGSEGV], None, marks=pytest.mark.full),
+        pytest.param([signal.SIGKILL, signal.SIGKILL], CompilerFailed, marks=pytest.mark.full),
         ([signal.SIGSEGV, signal.SIGKILL], CompilerFailed),
-        ([signal.SIGKILL, signal.SIGSEGV], ValueError),
+        pytest.param([signal.SIGKILL, signal.SIGSEGV], ValueError, marks=pytest.mark.full),
         ([signal.SIGPROF], ValueError),
     ],
 )

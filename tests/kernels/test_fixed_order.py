@@ -135,7 +135,9 @@ SCHEMES = {
 @pytest.mark.parametrize(
     ("out", "size"), [(80, 256), pytest.param(6144, 4096, marks=pytest.mark.gpu)], ids=["small", "8B"]
 )
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "fp8 blocks")) for name in SCHEMES]
+)
 def test_a_row_of_a_quantized_layer(name: str, out: int, size: int) -> None:
     """A norm and SwiGLU, which may quantize the input, included."""
     inputs, scheme = Inputs(0), SCHEMES[name]

@@ -27,6 +27,7 @@ FLAGS: list[Any] = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.full
 def test_requests_launch_no_other_variant(flags: dict[str, Any], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.model_runner.variant_worker"],

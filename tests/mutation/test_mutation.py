@@ -84,6 +84,7 @@ class FakeRecording(Recording):
         return list(self.times)
 
 
+@pytest.mark.full
 def test_a_copy_of_the_tree_imports_its_own_panels(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     command = [sys.executable, "-c", "import diptych.optimized.sampler as s; print(s.__file__)"]

@@ -174,6 +174,7 @@ def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
     assert num_cached("e", "f") == [0, 0]
 
 
+@pytest.mark.full
 def test_processes_and_a_replica_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     """LLM(dp=2): the text of one replica. The requests of a replica that ends get an error; later ones go to
     the other."""

@@ -182,8 +182,8 @@ def test_a_ring_too_small_for_two_batches_is_refused() -> None:
 @pytest.mark.parametrize(
     ("impl", "cases"),
     [
-        pytest.param(LateScheduler, FEW[::4], id="late, every fourth case"),
-        pytest.param(UnsteadyScheduler, FEW[2::4], id="unsteady, every fourth case"),
+        pytest.param(LateScheduler, FEW[::8], id="late, every eighth case"),
+        pytest.param(UnsteadyScheduler, FEW[2::8], id="unsteady, every eighth case"),
         pytest.param(LateScheduler, ALL, id="late, all cases", marks=pytest.mark.full),
         pytest.param(UnsteadyScheduler, ALL, id="unsteady, all cases", marks=pytest.mark.full),
     ],

@@ -112,7 +112,7 @@ def test_a_server_of_its_own() -> None:
         (["--concurrency", "2", "--request-rate", "1"], "give one of them"),
         (["--request-rate", "fast"], "--request-rate takes numbers"),
         (["--workload", "random", "--groups", "2"], "--groups does not apply to the random workload"),
-        (["--model", "no-such-model"], "no-such-model"),
+        pytest.param(["--model", "no-such-model"], "no-such-model", marks=pytest.mark.full),
     ],
 )
 def test_errors(arguments: list[str], said: str) -> None:

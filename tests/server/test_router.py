@@ -355,6 +355,7 @@ def test_long_bodies_are_refused(fakes: list[FakeServer]) -> None:
     assert fakes[0].num_requests == 0
 
 
+@pytest.mark.full
 def test_two_engines_behind_a_router_and_one_is_killed() -> None:
     """Real processes; a client that leaves ends its request on the server."""
     flags = ("--max-total-tokens", "4096")

@@ -18,6 +18,8 @@ from tests.server_check.local_server import LocalServer
 FAULTS = {fault.name: fault for fault in all_faults()}
 SLOW = (
     "temperature squared",
+    "temperature ignored",
+    "logit_bias ignored",
     "frequency penalty ignored",
     "presence penalty ignored",
     "prompt penalized",

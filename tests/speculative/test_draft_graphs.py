@@ -143,7 +143,9 @@ def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyP
     assert runner.num_graph_replays >= sum(of_shape.num_replays for of_shape in graphs)
 
 
-@pytest.mark.parametrize("drafter", [FakeGraphsDrafter, FakeGraphsStandalone])
+@pytest.mark.parametrize(
+    "drafter", [FakeGraphsDrafter, pytest.param(FakeGraphsStandalone, marks=pytest.mark.full)]
+)
 def test_all_graphs_of_an_engine_share_a_pool(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts come first: what verification replays must not lie under a tree. A head that the draft model
     shares contains collectives of the target's ranks."""

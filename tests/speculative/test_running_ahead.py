@@ -163,6 +163,7 @@ STANDALONE = {"speculative": "standalone", "speculative_draft_model": "tiny-dens
     ],
     ids=["eagle3", "standalone", "standalone trees"],
 )
+@pytest.mark.full
 def test_answers_of_a_model_are_the_references(
     drafts: dict[str, Any], all_flags: tuple[dict[str, Any], ...]
 ) -> None:

@@ -134,6 +134,7 @@ QUADRATIC = (
 )
 
 
+@pytest.mark.full
 def test_a_template_that_looks_at_all_turns_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Gemma 4's does. Neither the time nor the number of characters matters."""
     monkeypatch.setattr(template_limits, "MAX_SIZE", 10**8)

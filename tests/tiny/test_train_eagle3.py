@@ -132,6 +132,7 @@ def test_drafted_is_what_the_assistant_says_after_its_first_token(target: PreTra
     assert bool((slots.is_slot.sum(1) > 20).all())
 
 
+@pytest.mark.full
 def test_training_lowers_the_loss_at_every_depth(target: PreTrainedModel) -> None:
     head, held_out = new_head(target, seed=0), held_out_batch(TARGET, 4, 256)
     before = evaluate(head, target, held_out, NUM_STEPS)
