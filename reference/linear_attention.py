@@ -24,6 +24,7 @@ class Tokens(NamedTuple):
     start: int
     end: int
     is_first: bool  # there is no token before them
+    stores: dict[int, int]  # after so many of them -> the checkpoint for the state
 
 
 class LinearAttention(interface.LinearAttention):
@@ -34,7 +35,8 @@ class LinearAttention(interface.LinearAttention):
         rows = forward_batch.req_pool_indices.tolist()
         plan, start = [], 0
         for row, seq_len, num_new in zip(rows, forward_batch.seq_lens_cpu, forward_batch.extend_seq_lens_cpu):
-            plan.append(Tokens(row, start, start + num_new, is_first=num_new == seq_len))
+            stores = dict(self.pool.begin(row, seq_len - num_new, seq_len))
+            plan.append(Tokens(row, start, start + num_new, num_new == seq_len, stores))
             start += num_new
         return plan
 
@@ -44,15 +46,17 @@ class LinearAttention(interface.LinearAttention):
     ) -> torch.Tensor:
         inputs, states = self.pool.inputs[layer.layer_id], self.pool.recurrent[layer.layer_id]
         outputs = []
-        for row, start, end, is_first in plan:
+        for row, start, end, is_first, stores in plan:
             if is_first:
                 inputs[row], states[row] = 0.0, 0.0
             seen = torch.cat((inputs[row], u[start:end].to(inputs.dtype)))
             inputs[row] = seen[end - start :]
             q, k, v = split_heads(convolve(seen, layer.conv_weight), layer)
-            for token in zip(q, k, v, g[start:end], beta[start:end]):
+            for n, token in enumerate(zip(q, k, v, g[start:end], beta[start:end]), start=1):
                 states[row], output = delta_rule(states[row], *token)
                 outputs.append(output)
+                if n in stores:
+                    states[stores[n]], inputs[stores[n]] = states[row], seen[n : n + len(inputs[row])]
         return torch.stack(outputs).to(u.dtype)
         # --8<-- [end:linear-attention-run]
 

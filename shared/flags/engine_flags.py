@@ -170,6 +170,13 @@ class EngineFlags:
     eviction_policy: EvictionPolicyName = flag(MEMORY, "lru", "Which cached prefix is evicted first.")
     """Costs nothing until the pool is full. lru suits chats; priority keeps the KV of important requests."""
 
+    max_kept_states: int | None = flag(
+        MEMORY, None, "States of linear attention in the prefix cache. Default: max_running_requests.",
+        at_least=0,
+    )  # fmt: skip
+    """Prompts of models with linear attention continue from these. Each takes as much memory as a running
+    request's state. Taken before the KV pool is sized."""
+
     hicache_tokens: int | None = flag(
         TIERS, None, "Tokens whose KV is kept in the computer's memory. Default: none.", at_least=1
     )

@@ -12,9 +12,23 @@ from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.types import ForwardBatch
 
 
+@dataclass
+class StateStore:
+    """An order to copy the state of a row into a checkpoint, when its request has come to a position."""
+
+    checkpoint: int  # a row of the pool
+    position: int  # number of tokens that the wanted state has seen
+    every: int = 0  # then again so many tokens later, over the last copy; 0: once
+    stored: int | None = None  # the position of the copy that is there
+
+
 class StatePool:
     """For each row of req_to_token, and in each layer of linear attention, the last inputs of the convolution
     and the recurrent state. A row belongs to the request that has the row of req_to_token; row 0 to padding.
+    Behind them are rows for checkpoints: copies of states that outlive their requests.
+
+    `loads` and `stores` are orders for the next steps of a row. Whoever plans a step takes them with `begin`,
+    so copies and steps come in one order on the stream of the model.
     """
 
     def __init__(
@@ -24,14 +38,35 @@ class StatePool:
         config: LinearAttentionConfig,
         dtype: torch.dtype,
         device: torch.device | str,
+        num_checkpoints: int = 0,
     ) -> None:
         """`num_rows`: of req_to_token, without row 0. `dtype`: of the inputs; states are float32 at least."""
-        rows = num_layers, num_rows + 1
+        self.checkpoints = range(num_rows + 1, num_rows + 1 + num_checkpoints)
+        rows = num_layers, self.checkpoints.stop
         wide = torch.promote_types(dtype, torch.float32)
         inputs = config.conv_kernel - 1, config.num_channels
         state = config.num_v_heads, config.k_head_dim, config.v_head_dim
         self.inputs = torch.zeros(*rows, *inputs, dtype=dtype, device=device)
         self.recurrent = torch.zeros(*rows, *state, dtype=wide, device=device)
+        self.loads: dict[int, int] = {}  # row -> the checkpoint that it goes on from
+        self.stores: dict[int, list[StateStore]] = {}  # of a row
+
+    # --8<-- [start:state-pool-begin]
+    def begin(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """The request of `row` computes its tokens [start, end) in this step. Loads the state that it goes
+        on from, and returns the stores: (tokens of this step before the copy, checkpoint)."""
+        checkpoint = self.loads.pop(row, None)
+        if checkpoint is not None:
+            self.inputs[:, row] = self.inputs[:, checkpoint]
+            self.recurrent[:, row] = self.recurrent[:, checkpoint]
+        copies = []
+        for store in self.stores.get(row, ()):
+            if start < store.position <= end:
+                copies.append((store.position - start, store.checkpoint))
+                store.stored = store.position
+                store.position += store.every
+        return copies
+        # --8<-- [end:state-pool-begin]
 
     @staticmethod
     def bytes_per_row(num_layers: int, config: LinearAttentionConfig, dtype: torch.dtype) -> int:
@@ -65,8 +100,9 @@ class LinearAttention(ABC):
     S = exp(g[t]) * S;  d = beta[t] * (v - Sᵀk);  S = S + k dᵀ;  o[t] = Sᵀq
 
     in float32 at least. The state before a request's first token is zero, whatever its row holds. After `run`
-    the row of each request in the batch holds its state and its last conv_kernel - 1 inputs; no other row has
-    changed, except row 0, which belongs to padding. Rows of other requests are not read: they may hold NaN.
+    the row of each request in the batch holds its state and its last conv_kernel - 1 inputs, and each
+    checkpoint of `StatePool.begin` those of its position; no other row has changed, except row 0, which
+    belongs to padding. Rows of other requests are not read: they may hold NaN.
     """
 
     @abstractmethod
@@ -76,7 +112,7 @@ class LinearAttention(ABC):
     def plan(self, forward_batch: ForwardBatch) -> Any:
         """Everything that depends on the batch but not on the layer. Meaningful to `run` of the same object,
         until the next `plan`. A request's tokens follow those that its row has seen: they begin at position
-        seq_lens - extend_seq_lens."""
+        seq_lens - extend_seq_lens. Calls `StatePool.begin` for the row of each request, once."""
 
     @abstractmethod
     def run(

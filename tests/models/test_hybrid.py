@@ -118,7 +118,7 @@ def test_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
     for _ in range(2):
         outputs = llm.generate(prompts, params, progress=False)
         assert [output.output_ids for output in outputs] == expected
-        assert all(output.num_cached_tokens == 0 for output in outputs)  # states are not kept
+        assert all(output.num_cached_tokens % 64 == 0 for output in outputs)
     if "schedule_conservativeness" in flags:
         assert llm.scheduler.stats().num_retractions > 0
 

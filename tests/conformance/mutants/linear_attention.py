@@ -55,3 +55,35 @@ REFERENCE(
     (FILE, "state = g.exp()[:, None, None] * state",
      "e = (-g)[:, None, None].exp()\n    state = state / (e * e) * e"),
 )  # fmt: skip
+
+REFERENCE(
+    "StoresTheLastState", "A checkpoint inside a step has the state at the end of the step.",
+    (FILE, "                if n in stores:\n                    states", "            for n in stores:\n"
+     "                states"),
+)  # fmt: skip
+REFERENCE(
+    "StoresNoInputs", "A checkpoint has the recurrent state alone.",
+    (FILE, "states[stores[n]], inputs[stores[n]] = states[row], seen[n : n + len(inputs[row])]",
+     "states[stores[n]] = states[row]"),
+)  # fmt: skip
+
+
+@mutant_of("linear_attention")
+class LoadsLate(LinearAttention):
+    """A state is loaded when its layer runs: a store of the same step may have overwritten it."""
+
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        self.late, self.pool.loads = dict(self.pool.loads), {}
+        plan = super().plan(forward_batch)
+        plan.sort(key=lambda tokens: tokens.row in self.late)
+        return plan
+
+    def run(self, u: Any, g: Any, beta: Any, layer: LinearLayer, plan: Any) -> torch.Tensor:
+        outputs = []
+        for tokens in plan:
+            if tokens.row in self.late:
+                source = self.late[tokens.row]
+                self.pool.inputs[:, tokens.row] = self.pool.inputs[:, source]
+                self.pool.recurrent[:, tokens.row] = self.pool.recurrent[:, source]
+            outputs.append((tokens.start, super().run(u, g, beta, layer, [tokens])))
+        return torch.cat([output for _, output in sorted(outputs, key=lambda each: each[0])])

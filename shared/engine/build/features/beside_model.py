@@ -17,6 +17,7 @@ from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler
 from diptych.shared.loading.kv_sizing import check_memory, num_rows
 from diptych.shared.parallel.agreement import AgreedDrafter
 from diptych.shared.scheduling.lora_slots import LoraSlots
+from diptych.shared.scheduling.state_checkpoints import StateCheckpoints, with_states
 
 
 class RewardHead(Feature):
@@ -43,8 +44,16 @@ class Vision(Feature):
         return {"vision": load_vision(plan.folder, vision_config, size, plan.device, plan.dtype)}
 
 
+def num_kept_states(config: EngineConfig) -> int:
+    """States for the prefix cache: by default as many as requests may run."""
+    if config.disable_radix_cache:
+        return 0
+    return config.max_running_requests if config.max_kept_states is None else config.max_kept_states
+
+
 class LinearStates(Feature):
-    """The states of a model with linear attention, one for each row of req_to_token."""
+    """The states of a model with linear attention: one for each row of req_to_token, and those of the prefix
+    cache."""
 
     def check(self) -> None:
         plan, config = self.plan, self.plan.config
@@ -71,17 +80,22 @@ class LinearStates(Feature):
                 raise ValueError(f"{name} does not work with the linear attention of {architecture}")
 
     def implementation(self, component: str, impl: Any) -> Any:
-        """KV alone is no prefix: a request needs the state at its end, too, and states are not kept."""
-        return self.plan.component("chunk_cache") if component == "radix_cache" else impl
+        """KV alone is no prefix: a request needs the state at its end, too."""
+        return impl if component != "radix_cache" else with_states(impl, self.checkpoints)
+
+    def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
+        return [] if pools.tree_cache.disable else [self.checkpoints]
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
         plan, linear = self.plan, self.plan.model_config.linear_attention
         assert linear is not None
         num_layers, num = len(plan.model_config.linear_layers), num_rows(plan.config)
-        num_bytes = (num + 1) * StatePool.bytes_per_row(num_layers, linear, plan.dtype)
-        what = f"states for max_running_requests={plan.config.max_running_requests}"
+        num_checkpoints = num_kept_states(plan.config)
+        num_bytes = (num + 1 + num_checkpoints) * StatePool.bytes_per_row(num_layers, linear, plan.dtype)
+        what = f"states for max_running_requests={plan.config.max_running_requests} and the prefix cache"
         check_memory(what, num_bytes, plan.device)
-        pool = StatePool(num, num_layers, linear, plan.dtype, plan.device)
+        pool = StatePool(num, num_layers, linear, plan.dtype, plan.device, num_checkpoints)
+        self.checkpoints = StateCheckpoints(pool, plan.config.page_size)
         return {"linear_attention": plan.component("linear_attention")(pool)}
 
 

@@ -51,7 +51,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "radix_cache.request_lives",
     ),
     "chunk_cache": ("chunk_cache.requests", "radix_cache.request_lives"),
-    "linear_attention": ("linear_attention.recurrence",),
+    "linear_attention": ("linear_attention.recurrence", "linear_attention.checkpoints"),
     "attention": (
         "attention.batches",
         "attention.layers",

@@ -16,6 +16,7 @@ from diptych.shared.tools.conformance.clauses.poison import amid_poison, poison_
 from diptych.shared.types import ForwardBatch, ForwardMode
 
 NUM_LAYERS, LAYER = 3, 1
+NUM_CHECKPOINTS = 3
 
 
 class LinearCase(Case):
@@ -98,7 +99,7 @@ def forward_batch(rows: list[int], spans: list[tuple[int, int]]) -> ForwardBatch
 def world_of(case: LinearCase) -> World:
     inputs, config = Inputs(case.seed), case.config
     totals = [sum(step[i] for step in case.steps) for i in range(len(case.steps[0]))]
-    pool = StatePool(len(totals) + 2, NUM_LAYERS, config, case.dtype, check_device())
+    pool = StatePool(len(totals) + 2, NUM_LAYERS, config, case.dtype, check_device(), NUM_CHECKPOINTS)
     poison_(pool.inputs)
     poison_(pool.recurrent)
     weight = inputs.normal(config.num_channels, config.conv_kernel, dtype=case.dtype, std=0.5)
@@ -114,10 +115,13 @@ def world_of(case: LinearCase) -> World:
     return World(case, pool, LinearLayer(LAYER, config, weight), sequences, rows)
 
 
-def recurrence(case: LinearCase, weight: torch.Tensor, tokens: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: outputs [n, num_v_heads, v_head_dim] and the last state, float64 on the CPU."""
-    config, u = case.config, tokens.u.cpu().double()
-    weight, g, beta = weight.cpu().double(), tokens.g.cpu().double(), tokens.beta.cpu().double()
+def recurrence(
+    case: LinearCase, weight: torch.Tensor, tokens: Sequence, end: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, of all tokens or of the first `end`: outputs [n, num_v_heads, v_head_dim] and the last
+    state, float64 on the CPU."""
+    config, weight = case.config, weight.cpu().double()
+    u, g, beta = (each[:end].cpu().double() for each in (tokens.u, tokens.g, tokens.beta))
     padded = torch.cat((torch.zeros(config.conv_kernel - 1, u.shape[1]).double(), u))
     taps = [weight[:, j] * padded[j : j + len(u)] for j in range(config.conv_kernel)]
     c = torch.nn.functional.silu(torch.stack(taps).sum(0))

@@ -1,0 +1,181 @@
+"""States of linear attention for the prefix cache: KV of a prefix is of use only with the state at its end.
+
+A state is kept at few positions, on a grid: at the end of a prompt, where prompts part, and, one for each
+request, at the last grid point of its answer. As in `host_cache`, the radix tree knows nothing of it: a table
+has the checkpoint of each prefix, by a digest of its tokens. A match is the longest prefix that the tree has
+KV of and the table a state. States are evicted apart from KV, the least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from diptych.shared.interfaces import (
+    MatchResult,
+    PrefixCache,
+    RadixKey,
+    SchedulerFeature,
+    StatePool,
+)
+from diptych.shared.interfaces.linear_attention import StateStore
+from diptych.shared.types import Req
+
+GRID = 64
+"""Tokens between two positions at which states may be kept, at least: a chunk of the prefill kernels."""
+ROLLING = 256
+"""Tokens of an answer between two copies of its state, at least."""
+
+
+class StateCheckpoints(SchedulerFeature):
+    """Every checkpoint is free, or has one prefix, or one request that has not put it into the table yet."""
+
+    def __init__(self, pool: StatePool, page_size: int) -> None:
+        self.pool = pool
+        self.grid = math.lcm(GRID, page_size)
+        self.rolling = math.lcm(ROLLING, self.grid)
+        self.cache: Any = None  # the `StatefulCache`
+        self.clear()
+
+    def clear(self) -> None:
+        self.table: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self.free = list(self.pool.checkpoints)[::-1]
+        self.wanted: dict[Req, list[int]] = {}  # positions of a prompt
+        self.orders: dict[Req, list[StateStore]] = {}
+        self.pool.loads.clear()
+        self.pool.stores.clear()
+
+    def digests(self, token_ids: Sequence[int], extra_key: Hashable) -> list[str]:
+        """One for each grid point: of all tokens before it, in their namespace."""
+        tokens, digest = np.asarray(token_ids, np.int64), hashlib.sha256(repr(extra_key).encode())
+        found = []
+        for start in range(0, len(tokens) - self.grid + 1, self.grid):
+            digest.update(tokens[start : start + self.grid].tobytes())
+            found.append(digest.hexdigest())
+        return found
+
+    # --8<-- [start:longest-state]
+    def longest(self, key: RadixKey, num_tokens: int) -> int:
+        """Tokens of the longest prefix that has a state, at most `num_tokens`."""
+        digests = self.digests(key.token_ids[:num_tokens], key.extra_key)
+        for n in range(len(digests), 0, -1):
+            if digests[n - 1] in self.table:
+                self.table.move_to_end(digests[n - 1])
+                return n * self.grid
+        return 0
+        # --8<-- [end:longest-state]
+
+    # --8<-- [start:state-orders]
+    def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
+        """Order the load of each request that begins behind a prefix, and the stores of this step. Loads
+        first: a store may take the checkpoint that another request begins with."""
+        for req in new:
+            if req not in self.orders:
+                self._begin(req)
+        for req in new:
+            start, end = len(req.prefix_indices), len(req.fill_ids)
+            for position in self.wanted[req]:
+                if start < position <= end:
+                    self._order(req, StateStore(-1, position))
+            first = (end // self.rolling + 1) * self.rolling
+            if end == req.num_tokens and first < len(req.origin_input_ids) + req.max_new_tokens:
+                self._order(req, StateStore(-1, first, self.rolling))
+
+    def _begin(self, req: Req) -> None:
+        assert req.req_pool_idx is not None
+        matched = req.kv_matched_len
+        if matched:
+            digest = self.digests(req.key_ids[:matched], req.extra_key)[-1]
+            self.pool.loads[req.req_pool_idx] = self.table[digest]
+        # Where this prompt leaves another one whose KV is there, and where it ends.
+        kv_len = self.cache.match_kv(RadixKey(req.key_ids[: req.num_tokens - 1], req.extra_key))
+        ends = {n // self.grid * self.grid for n in (kv_len, req.num_tokens - 1)}
+        self.wanted[req] = sorted(n for n in ends if n > matched)
+        self.orders[req] = self.pool.stores[req.req_pool_idx] = []
+
+    def _order(self, req: Req, store: StateStore) -> None:
+        if self.free or self.table:  # else there is no state, and nothing else changes
+            store.checkpoint = self.free.pop() if self.free else self.table.popitem(last=False)[1]
+            self.orders[req].append(store)
+        # --8<-- [end:state-orders]
+
+    def keep(self, req: Req, num_tokens: int, is_end: bool) -> None:
+        """Put a request's states of at most `num_tokens` tokens into the table: the tree has their KV."""
+        orders = self.orders.get(req, [])
+        digests = self.digests(req.key_ids[:num_tokens], req.extra_key)
+        for store in list(orders):
+            if store.stored is None or store.stored > num_tokens or (store.every and not is_end):
+                continue
+            digest = digests[store.stored // self.grid - 1]
+            orders.remove(store)
+            if digest in self.table:
+                self.free.append(store.checkpoint)
+            else:
+                self.table[digest] = store.checkpoint
+            self.table.move_to_end(digest)
+
+    def forget(self, req: Req) -> None:
+        """The request gives up its row: what it has not put into the table is free."""
+        assert req.req_pool_idx is not None
+        self.free += [store.checkpoint for store in self.orders.pop(req, [])]
+        self.wanted.pop(req, None)
+        self.pool.loads.pop(req.req_pool_idx, None)
+        self.pool.stores.pop(req.req_pool_idx, None)
+
+    def forget_all_kept(self) -> None:
+        """States of some prefix may hold NaN, and those that were computed from them."""
+        self.free += self.table.values()
+        self.table.clear()
+
+    def check(self) -> None:
+        ordered = [store.checkpoint for orders in self.orders.values() for store in orders]
+        owned = sorted([*self.free, *self.table.values(), *ordered])
+        assert owned == list(self.pool.checkpoints), f"owners of states: {owned}"
+
+
+def with_states(cache_class: type[PrefixCache], states: StateCheckpoints) -> type[PrefixCache]:
+    """The class of a prefix cache whose matches end where there is a state."""
+
+    # --8<-- [start:match-with-state]
+    class StatefulCache(cache_class):  # type: ignore[misc, valid-type]
+        def match_prefix(self, key: RadixKey) -> MatchResult:
+            match: MatchResult = super().match_prefix(key)
+            if self.allocator is None:  # a policy makes caches of this class without pools
+                return match
+            num_kv = len(match.device_indices)
+            num_tokens = states.longest(key, num_kv)
+            if num_tokens == num_kv:
+                return match
+            shorter: MatchResult = super().match_prefix(RadixKey(key.token_ids[:num_tokens], key.extra_key))
+            return shorter
+            # --8<-- [end:match-with-state]
+
+        def match_kv(self, key: RadixKey) -> int:
+            return len(super().match_prefix(key).device_indices)
+
+        def cache_unfinished_req(self, req: Req) -> None:
+            super().cache_unfinished_req(req)
+            states.keep(req, len(req.fill_ids), is_end=False)
+
+        def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+            if is_insert:
+                states.keep(req, req.kv_committed_len, is_end=True)
+            states.forget(req)
+            super().cache_finished_req(req, is_insert)
+
+        def discard(self, key: RadixKey, start: int) -> None:
+            states.forget_all_kept()
+            super().discard(key, start)
+
+        def reset(self) -> None:
+            super().reset()
+            if self.allocator is not None:
+                states.clear()
+                states.cache = self
+
+    return StatefulCache

@@ -1,0 +1,95 @@
+"""Clauses of linear attention: states are copied at the positions asked for, and loaded."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.shared.interfaces import LinearAttention
+from diptych.shared.interfaces.linear_attention import StateStore
+from diptych.shared.tools.conformance.clauses.case import table
+from diptych.shared.tools.conformance.clauses.clause import contract
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.oracles.linear_batches import (
+    LAYER,
+    LinearCase,
+    World,
+    recurrence,
+    world_of,
+)
+
+
+class StoreCase(LinearCase):
+    """`stores`: for each request, positions at which its state is asked for."""
+
+    steps: tuple[tuple[int, ...], ...] = ((70,),)
+    stores: tuple[tuple[int, ...], ...] = ((64,),)
+    num_k_heads: int = 1
+    num_v_heads: int = 2
+    v_head_dim: int = 20
+
+
+def expect_state(case: LinearCase, world: World, request: int, position: int, row: int) -> None:
+    """Row `row` has state and inputs of the request's first `position` tokens."""
+    tokens, name = world.sequences[request], f"of request {request} at {position}"
+    state = recurrence(case, world.layer.conv_weight, tokens, position)[1]
+    limit = tolerance("linear attention", case.dtype)
+    expect_close(f"the state {name}", world.pool.recurrent[LAYER, row], state, limit)
+    num_inputs = case.conv_kernel - 1
+    before = torch.nn.functional.pad(tokens.u, (0, 0, num_inputs, 0))[position : position + num_inputs]
+    expect_equal(f"the inputs {name}", world.pool.inputs[LAYER, row], before)
+
+
+@contract(
+    "Each checkpoint that is ordered has the state and the inputs of its position: at the end of a step, "
+    "inside, at both; of prompts, of chunks and of decoding requests; the row itself goes on.",
+    table(
+        "steps stores",
+        ("inside a prompt", ((70,),), ((64,),)),
+        ("at its end", ((64,),), ((64,),)),
+        ("twice in a step", ((130,),), ((64, 128),)),
+        ("inside a chunk", ((30,), (45,)), ((64,),)),
+        ("while decoding", ((63,), (1,), (1,)), ((64,),)),
+        ("two of three requests", ((66, 3, 64), (1, 1, 1)), ((64,), (), (64,))),
+        of=StoreCase,
+    ),
+)
+def stores(impl: type[LinearAttention], case: StoreCase) -> None:
+    world = world_of(case)
+    backend, free = impl(world.pool), [*world.pool.checkpoints]
+    orders = {
+        i: [StateStore(free.pop(), position) for position in positions]
+        for i, positions in enumerate(case.stores)
+    }
+    world.pool.stores |= {world.rows[i]: stores for i, stores in orders.items()}
+    for step in range(len(case.steps)):
+        world.step(backend, step)
+    for i, stores in orders.items():
+        for store in stores:
+            assert store.stored is not None
+            expect_state(case, world, i, store.stored, store.checkpoint)
+        expect_state(case, world, i, sum(step[i] for step in case.steps), world.rows[i])
+    for row in free:
+        is_nan = bool(world.pool.recurrent[:, row].isnan().all() and world.pool.inputs[:, row].isnan().all())
+        expect_equal(f"checkpoint {row}, which no order names, is as it was", is_nan, True)
+
+
+@contract(
+    "A request goes on from a checkpoint as from its own state, in another row, beside another request that "
+    "overwrites the checkpoint in the same step.",
+    table("steps", ("the rest of a prompt", ((64,), (9,), (2,))), ("a token", ((64,), (1,))), of=StoreCase),
+)
+def loads(impl: type[LinearAttention], case: StoreCase) -> None:
+    wide = case.replace(steps=tuple((n, 64 * (i == 1)) for i, (n,) in enumerate(case.steps)))
+    world = world_of(wide)
+    backend, checkpoint = impl(world.pool), world.pool.checkpoints[0]
+    world.pool.stores[world.rows[0]] = [StateStore(checkpoint, 64)]
+    world.step(backend, 0)
+    world.rows[0] = next(row for row in range(1, 5) if row not in world.rows)
+    world.pool.stores[world.rows[1]] = [StateStore(checkpoint, 64)]
+    world.pool.loads[world.rows[0]] = checkpoint
+    for step in range(1, len(wide.steps)):
+        world.step(backend, step)
+    expect_equal("orders to load that are left", world.pool.loads, {})
+    expect_state(wide, world, 0, sum(n for n, _ in wide.steps), world.rows[0])
+    expect_state(wide, world, 1, 64, checkpoint)
