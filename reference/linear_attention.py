@@ -40,23 +40,24 @@ class LinearAttention(interface.LinearAttention):
             start += num_new
         return plan
 
-    # --8<-- [start:linear-attention-run]
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: list[Tokens]
     ) -> torch.Tensor:
         inputs, states = self.pool.inputs[layer.layer_id], self.pool.recurrent[layer.layer_id]
-        outputs = []
+        outputs: list[torch.Tensor] = []
+        # --8<-- [start:linear-attention-run]
         for row, start, end, is_first, stores in plan:
             if is_first:
                 inputs[row], states[row] = 0.0, 0.0
             seen = torch.cat((inputs[row], u[start:end].to(inputs.dtype)))
             inputs[row] = seen[end - start :]
             q, k, v = split_heads(convolve(seen, layer.conv_weight), layer)
-            for n, token in enumerate(zip(q, k, v, g[start:end], beta[start:end]), start=1):
+            for n, token in enumerate(zip(q, k, v, g[start:end], beta[start:end]), 1):
                 states[row], output = delta_rule(states[row], *token)
                 outputs.append(output)
                 if n in stores:
-                    states[stores[n]], inputs[stores[n]] = states[row], seen[n : n + len(inputs[row])]
+                    inputs[stores[n]] = seen[n : n + inputs.shape[1]]
+                    states[stores[n]] = states[row]
         return torch.stack(outputs).to(u.dtype)
         # --8<-- [end:linear-attention-run]
 

@@ -27,7 +27,7 @@ class StatePool:
     and the recurrent state. A row belongs to the request that has the row of req_to_token; row 0 to padding.
     Behind them are rows for checkpoints: copies of states that outlive their requests.
 
-    `loads` and `stores` are orders for the next steps of a row. Whoever plans a step takes them with `begin`,
+    `loads` and `stores` are orders for the next steps of a row. The plan of a step takes them with `begin`,
     so copies and steps come in one order on the stream of the model.
     """
 
@@ -53,8 +53,9 @@ class StatePool:
 
     # --8<-- [start:state-pool-begin]
     def begin(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
-        """The request of `row` computes its tokens [start, end) in this step. Loads the state that it goes
-        on from, and returns the stores: (tokens of this step before the copy, checkpoint)."""
+        """The request of `row` computes its tokens [start, end) in this step. Loads the
+        state that it goes on from, and returns the stores: (tokens of this step before
+        the copy, checkpoint)."""
         checkpoint = self.loads.pop(row, None)
         if checkpoint is not None:
             self.inputs[:, row] = self.inputs[:, checkpoint]

@@ -59,7 +59,6 @@ class StateCheckpoints(SchedulerFeature):
             found.append(digest.hexdigest())
         return found
 
-    # --8<-- [start:longest-state]
     def longest(self, key: RadixKey, num_tokens: int) -> int:
         """Tokens of the longest prefix that has a state, at most `num_tokens`."""
         digests = self.digests(key.token_ids[:num_tokens], key.extra_key)
@@ -68,12 +67,10 @@ class StateCheckpoints(SchedulerFeature):
                 self.table.move_to_end(digests[n - 1])
                 return n * self.grid
         return 0
-        # --8<-- [end:longest-state]
 
-    # --8<-- [start:state-orders]
     def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
         """Order the load of each request that begins behind a prefix, and the stores of this step. Loads
-        first: a store may take the checkpoint that another request begins with."""
+        come first: a store may take the checkpoint that another request begins with."""
         for req in new:
             if req not in self.orders:
                 self._begin(req)
@@ -86,6 +83,7 @@ class StateCheckpoints(SchedulerFeature):
             if end == req.num_tokens and first < len(req.origin_input_ids) + req.max_new_tokens:
                 self._order(req, StateStore(-1, first, self.rolling))
 
+    # --8<-- [start:state-orders]
     def _begin(self, req: Req) -> None:
         assert req.req_pool_idx is not None
         matched = req.kv_matched_len
@@ -97,12 +95,12 @@ class StateCheckpoints(SchedulerFeature):
         ends = {n // self.grid * self.grid for n in (kv_len, req.num_tokens - 1)}
         self.wanted[req] = sorted(n for n in ends if n > matched)
         self.orders[req] = self.pool.stores[req.req_pool_idx] = []
+        # --8<-- [end:state-orders]
 
     def _order(self, req: Req, store: StateStore) -> None:
         if self.free or self.table:  # else there is no state, and nothing else changes
             store.checkpoint = self.free.pop() if self.free else self.table.popitem(last=False)[1]
             self.orders[req].append(store)
-        # --8<-- [end:state-orders]
 
     def keep(self, req: Req, num_tokens: int, is_end: bool) -> None:
         """Put a request's states of at most `num_tokens` tokens into the table: the tree has their KV."""

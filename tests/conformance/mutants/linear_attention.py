@@ -58,13 +58,13 @@ REFERENCE(
 
 REFERENCE(
     "StoresTheLastState", "A checkpoint inside a step has the state at the end of the step.",
-    (FILE, "                if n in stores:\n                    states", "            for n in stores:\n"
-     "                states"),
+    (FILE, "                if n in stores:\n                    inputs[", "            for n in stores:\n"
+     "                inputs["),
+    (FILE, "                    states[stores", "                states[stores"),
 )  # fmt: skip
 REFERENCE(
     "StoresNoInputs", "A checkpoint has the recurrent state alone.",
-    (FILE, "states[stores[n]], inputs[stores[n]] = states[row], seen[n : n + len(inputs[row])]",
-     "states[stores[n]] = states[row]"),
+    (FILE, "inputs[stores[n]] = seen[n : n + inputs.shape[1]]", "pass"),
 )  # fmt: skip
 
 
