@@ -1,7 +1,8 @@
 """Component name + choice -> implementation. Nothing is imported until it is chosen.
 
-A choice is a name of the table below, a user-provided package.module:Class or file.py:Class, or, for
-attention, two names of the table joined by a plus sign: the first for prefill, the second for decode.
+A choice is a name of the table below, a user-provided package.module:Class or file.py:Class, a lab of the
+course (lab07), or, for attention, two names of the table joined by a plus sign: the first for prefill, the
+second for decode.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,6 +177,13 @@ PARTS: dict[str, str] = {
 }
 """Parts of one panel that are no component, because there is nothing to choose: name -> module."""
 
+LABS = "diptych.shared.tools.course.labs:implementation"
+IN_LABS = (
+    "scheduler", "schedule_policy", "prefill_adder", "radix_cache", "memory_pool", "attention", "layers",
+    "model_runner", "sampler", "detokenizer",
+)  # fmt: skip
+"""Components of which a lab of the course has one with a planted bug; the others are the reference's."""
+
 
 def choices(component: str) -> list[str]:
     """Names that may stand behind `component=`; an unknown component raises `ValueError`."""
@@ -184,15 +193,34 @@ def choices(component: str) -> list[str]:
 
 
 def parse_use(text: str) -> dict[str, str]:
-    """ "attention=triton,sampler=reference" -> a mapping. Raises `ValueError` on anything else."""
+    """ "attention=triton,sampler=reference" -> a mapping. Raises `ValueError` on anything else.
+
+    "@FILE" stands for the choices in a file, one a line; files of code are relative to its folder. "lab07"
+    stands for all components of this lab."""
     chosen: dict[str, str] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
+        if item.startswith("@"):
+            chosen |= _use_of_file(Path(item[1:]))
+            continue
+        if is_lab(item):
+            chosen |= dict.fromkeys(IN_LABS, item)
+            continue
         component, equals, choice = item.partition("=")
         if not equals or not choice:
             raise ValueError(f"--use takes component=implementation, got {item!r}")
         choices(component)
         chosen[component] = choice
     return chosen
+
+
+def _use_of_file(file: Path) -> dict[str, str]:
+    if not file.is_file():
+        raise ValueError(f"no such file: {file}")
+    chosen = parse_use(",".join(file.read_text(encoding="utf-8").splitlines()))
+    return {
+        component: str(file.parent / choice) if ".py" in choice.partition(":")[0] else choice
+        for component, choice in chosen.items()
+    }
 
 
 def needs_cuda(component: str, choice: str) -> bool:
@@ -231,7 +259,8 @@ def check_choice(component: str, choice: str) -> None:
     if needed := UNAVAILABLE.get(f"{component}={choice}"):
         usable = ", ".join(choices(component))
         raise ValueError(f"{component}={choice} {needed}; Diptych does not call them. Choose one of {usable}")
-    if choice not in choices(component) and not _pair(component, choice) and not is_target(choice):
+    is_known = choice in choices(component) or is_target(choice) or is_lab(choice)
+    if not is_known and not _pair(component, choice):
         pairs = "two of them as prefill+decode, " if component == PAIRED else ""
         raise ValueError(
             f"{component}={choice}: no such implementation; choose one of {', '.join(choices(component))}, "
@@ -244,6 +273,8 @@ def load(component: str, choice: str) -> Any:
     user-provided code becomes one `ValueError`; an exception of the engine's own code is not changed."""
     if component == PAIRED and "+" in choice and (pair := _pair(component, choice)):
         return load_part("hybrid_attention")(*pair)
+    if is_lab(choice):
+        return _load_target(component, choice, LABS)(component, int(choice.removeprefix("lab")))
     return _load_target(component, choice, IMPLEMENTATIONS.get(component, {}).get(choice, choice))
 
 
@@ -282,6 +313,11 @@ def _pair(component: str, choice: str) -> tuple[str, str] | None:
 def is_target(choice: str) -> bool:
     """Whether a choice names user-provided code: package.module:Class or file.py:Class."""
     return ":" in choice or "." in choice
+
+
+def is_lab(choice: str) -> bool:
+    """Whether a choice is a lab of the course, with a planted bug: lab01, lab02 ..."""
+    return re.fullmatch(r"lab\d\d", choice) is not None
 
 
 def _import(component: str, choice: str, module_name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Options of the commands, from the typer application."""
+"""Options of the commands, from the typer application; and the labs of the course."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from diptych.shared.tools.cli import app
 from diptych.shared.tools.commands.options import EngineOptions, Options, SamplingOptions
+from diptych.shared.tools.course.labs import labs
 from docs.generators.tables import cell, code, table
 
 
@@ -54,6 +55,11 @@ def sampling_options() -> str:
     parameters = [each for each in found.commands["generate"].params if each.name in helps]
     rows = [[_names(each), cell(_help(each))] for each in parameters]
     return table(["Option", "Meaning"], rows)
+
+
+def labs_table() -> str:
+    rows = [[str(lab.number), f"**{lab.title}**", cell(lab.story)] for lab in labs()]
+    return table(["Lab", "Title", "Story"], rows)
 
 
 def _helps(options: type[Options]) -> dict[str, str]:

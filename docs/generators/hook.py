@@ -39,6 +39,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "families": tables.families,
     "dialects": dialects.dialect_table,
     "draft-shapes": tables.draft_shapes,
+    "labs": commands.labs_table,
     "works-components": works.components,
     "works-tests": works.tests,
     "gpu-cards": works.cards,

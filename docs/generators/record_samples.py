@@ -42,6 +42,7 @@ SAMPLES = {
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "course": "diptych course start build/samples/engine\n$ cd build/samples/engine && diptych course",
     "course-grade": "cd build/samples/engine && diptych course grade 02",
+    "course-lab": "diptych course lab 7",
     "serve": "diptych serve",
     "route": f"diptych route {SERVER}",
     "quantize": "diptych quantize tiny-dense --format int4 --output build/samples/my-int4\n"

@@ -120,7 +120,7 @@ def test_errors_are_one_line(arguments: list[str], complaint: str, folder: Path)
 def test_a_damaged_file_is_named(folder: Path) -> None:
     (folder / "course.json").write_text("{")
     assert "is damaged" in run_error(folder)
-    (folder / "course.json").write_text(json.dumps({"stages": {}}))
+    (folder / "course.json").write_text(json.dumps({"stages": {}, "labs": []}))
     shutil.copy(ROOT / "reference/sampler.py", folder / POOL.skeleton)
     result = CliRunner().invoke(app, ["course", "grade", "02", "--folder", str(folder)])
     assert result.exit_code == 1  # the interface is missing

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diptych.shared.tools.commands.course_lab import lab
+from diptych.shared.tools.commands.course_options import FOLDER
+
 if TYPE_CHECKING:
     from diptych.shared.tools.course.folder import CourseFolder
 
@@ -14,7 +17,7 @@ app = typer.Typer(
     help="The course: where you are, grades of the exercises.",
     invoke_without_command=True,
 )
-FOLDER = typer.Option("--folder", help="The folder of your files.", show_default="this folder")
+app.command("lab")(lab)
 
 
 @app.callback()

@@ -219,16 +219,21 @@ def refuse(given: dict[str, bool], what: str) -> None:
 def parse_side(text: str) -> dict[str, Any]:
     """ "optimized" or "attention=triton" or both, separated by commas -> panel and use."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    panels = [piece for piece in pieces if "=" not in piece]
+    panels = [piece for piece in pieces if not is_use(piece)]
     unknown = [panel for panel in panels if panel not in registry.PANELS]
     if unknown or len(panels) > 1:
         raise ValueError(
             f"a side is one of {', '.join(registry.PANELS)}, and component=implementation, got {text!r}"
         )
-    use = registry.parse_use(",".join(piece for piece in pieces if "=" in piece))
+    use = registry.parse_use(",".join(filter(is_use, pieces)))
     for component, choice in use.items():
         registry.check_choice(component, choice)
     return {"panel": panels[0] if panels else "reference", "use": use}
+
+
+def is_use(piece: str) -> bool:
+    """Whether a piece of a side is for `--use`; otherwise it names a panel."""
+    return "=" in piece or piece.startswith("@") or registry.is_lab(piece)
 
 
 def runnable_components(device: str | None) -> str:

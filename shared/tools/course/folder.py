@@ -43,6 +43,8 @@ class CourseFolder:
     path: Path
     grades: dict[str, dict[str, Any]] = field(default_factory=dict)
     """stage -> {"first_graded", "green", "groups": {name: {"key", "seconds", "num_cases"}}}"""
+    labs: list[int] = field(default_factory=list)
+    """Numbers of the solved labs."""
 
     @classmethod
     def at(cls, path: Path) -> CourseFolder:
@@ -55,7 +57,8 @@ class CourseFolder:
                 "then cd into it, or name it with --folder"
             )
         try:
-            return cls(path, json.loads(file.read_text(encoding="utf-8"))["stages"])
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            return cls(path, kept["stages"], kept["labs"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}): delete it, and start again") from None
 
@@ -77,7 +80,7 @@ class CourseFolder:
         return folder, copied
 
     def save(self) -> None:
-        text = json.dumps({"stages": self.grades}, indent=1)
+        text = json.dumps({"stages": self.grades, "labs": self.labs}, indent=1)
         temporary = self.path / f".{FILE}"
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.path / FILE)  # an interrupted write keeps the old file
