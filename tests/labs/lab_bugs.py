@@ -69,7 +69,7 @@ BUGS = (
     Bug(
         title="Short questions only",
         story="""All tests of the release passed: their prompts have fewer than 100 tokens. Then
-        somebody pasted a document.""",
+        a user pasted a document.""",
         scene="after_much_text",
         component="layers",
         changes=(
