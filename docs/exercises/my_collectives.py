@@ -33,37 +33,37 @@ class MyCollectives(interface.Collectives):
         self.group = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The tensor of rank `source`."""
-        raise NotImplementedError("TODO broadcast: add to the log; the source sends x to each other rank")
+        """The tensor of rank `source`, on every rank a tensor of its own. In the log like `_gather`."""
+        raise NotImplementedError("TODO broadcast: one rank sends, the others receive")
 
     def _gather(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, in their order. `op`: the operation, for the log."""
-        raise NotImplementedError("TODO gather: add to the log; each rank in turn sends x to all others")
+        """The tensors of all ranks, in their order. `op`: the name of the public operation, for the log: each
+        operation is one entry (`self.log.add(op, self.name, x)`), made before its first message."""
+        raise NotImplementedError("TODO gather: who sends when?")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, ...] -> [size * n, ...]"""
-        raise NotImplementedError("TODO gather: concatenate")
+        raise NotImplementedError("TODO gather: one tensor of all parts")
 
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The sum in the order of the list, in the dtype of the parts. The reference adds floats in float32
-        at least and rounds once; you may round each addition."""
-        raise NotImplementedError("TODO sums: add the parts")
+        """The sum, in the dtype of the parts. The reference adds floats in float32 at least and rounds once;
+        you may round each addition."""
+        raise NotImplementedError("TODO sums: the same bits on every rank")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in x's shape and dtype, with the same bits on every rank."""
-        raise NotImplementedError("TODO sums: gather and add")
+        raise NotImplementedError("TODO sums: the sum on every rank")
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] -> [n, ...]: this rank's part of the sum."""
-        raise NotImplementedError("TODO sums: gather, and add this rank's part")
+        raise NotImplementedError("TODO sums: a part of the sum on each rank")
 
     def all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Rank r gets the next send_counts[r] rows of x; receive_counts[r] rows come from rank r."""
-        raise NotImplementedError(
-            "TODO rows: add to the log with any_rows=True; each rank in turn sends rows"
-        )
+        """Rank r gets the next send_counts[r] rows of x; receive_counts[r] rows come from rank r. In the log
+        with any_rows=True, because ranks have different numbers of rows."""
+        raise NotImplementedError("TODO rows: who sends which rows when?")
 
     def send(self, x: torch.Tensor, to: int) -> None:
         self._finish(self.group.send, [x.contiguous()], to, 0)

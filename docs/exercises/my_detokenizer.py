@@ -49,7 +49,7 @@ class MyDetokenizer(interface.Detokenizer):
         Stop strings (not with no_stop_trim): all but the last `num_held_chars`; at the end what `_cut`
         leaves. Ends: ids beyond finished_len, and the id of a FinishToken, have no text; with stop_regex
         nothing is certain before the end."""
-        raise NotImplementedError("TODO text: the text of the new ids; later: what is held back")
+        raise NotImplementedError("TODO text: the text of this step; later: what of it is held back")
 
     def _take_text(self, num_new: int) -> str:
         """Text of the pending tokens, as far as it is certain. `num_new`: how many are from this step.
@@ -57,17 +57,17 @@ class MyDetokenizer(interface.Detokenizer):
         Text that ends in REPLACEMENT may end inside a character. Then take the tokens before it
         (`_whole_characters`, where num_new > 1), and of the others: all at the end of the request, the
         `_certain_part` of more than _MAX_PENDING_TOKENS, else none."""
-        raise NotImplementedError("TODO text: `_text_after_context` of what is pending, and `_take` it")
+        raise NotImplementedError("TODO text: which of the pending tokens have a text that will not change?")
 
     def _take(self, num_tokens: int, text: str) -> str:
         """The first pending tokens, whose text this is, leave `_pending` and become the context. Returns the
         text."""
-        raise NotImplementedError("TODO text: update `_pending`, `_context` and `_context_text`")
+        raise NotImplementedError("TODO text: what the next tokens are decoded behind")
 
     def _whole_characters(self) -> tuple[int, str]:
         """How many pending tokens come before an incomplete last character, and their text. (0, ""): none. At
         most MAX_CHARACTER_BYTES - 1 tokens belong to that character."""
-        raise NotImplementedError("TODO characters: leave out 1, 2, ... tokens until the text is whole")
+        raise NotImplementedError("TODO characters: where the last whole character ends")
 
     # What follows is complete.
 
@@ -101,13 +101,11 @@ class MyDetokenizer(interface.Detokenizer):
 
 def num_held_chars(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` with which a stop string may begin."""
-    raise NotImplementedError(
-        "TODO stop strings: the longest proper prefix of a stop string that ends the text"
-    )
+    raise NotImplementedError("TODO stop strings: how much of the text may be the beginning of one")
 
 
 def _cut(text: str, reason: FinishReason | None) -> str:
     """`text` up to the stop text that ended it: the first occurrence of FinishString.matched, or the match of
     FinishRegex.pattern (`search_stop_regex` returns where it begins, and may raise RegexTimeout: then
     FinishRegex.matched)."""
-    raise NotImplementedError("TODO stop strings: cut at a FinishString; later: at a FinishRegex")
+    raise NotImplementedError("TODO stop strings: what of the text the client gets")

@@ -23,41 +23,38 @@ class DraftTreeOps(contract.DraftTreeOps):
     def top_tokens(self, logits: torch.Tensor, k: int) -> TopTokens:
         """logits [bs, ..., vocab_size] -> TopTokens(probs, token_ids), [bs, ..., k] each. A row whose softmax
         is NaN (a NaN, +inf, or nothing above -inf): ids 0..k-1, probability 0."""
-        raise NotImplementedError(
-            "TODO candidates: the k largest logits in order, with probabilities over the whole vocabulary"
-        )
+        raise NotImplementedError("TODO candidates: what the drafter thinks is likely, and how likely")
 
     def first_beams(self, top: TopTokens) -> Beams:
-        """The beams of the first step: parents are all 0, the root."""
-        raise NotImplementedError("TODO candidates: the beams of the first step are its candidates")
+        """The beams of the first step: each candidate of the root is a beam."""
+        raise NotImplementedError("TODO candidates: where a tree begins")
 
     def next_beams(self, beams: Beams, top: TopTokens) -> Beams:
-        """top: the K candidates of each of K beams."""
-        raise NotImplementedError(
-            "TODO candidates: score of the beam times probability; the best K of K * K go on"
-        )
+        """top: the K candidates of each of K beams, numbered beam * K + rank. A candidate's score is the
+        probability of its whole path. K of them become the next beams."""
+        raise NotImplementedError("TODO candidates: which candidates of all beams go on")
 
     def build(self, root_ids: torch.Tensor, steps: Sequence[Beams], num_draft_tokens: int) -> DraftTree:
-        """The N - 1 best candidates become nodes. `candidate_parents(steps)` numbers their parents."""
-        raise NotImplementedError(
-            "TODO tree: the best candidates of all steps, in the order of their numbers"
-        )
+        """N - 1 candidates of any step become nodes, and the root is node 0. `candidate_parents(steps)` gives
+        the number of each candidate's parent; `from_parents` needs the index of its node."""
+        raise NotImplementedError("TODO tree: which candidates are worth a row of the verification")
 
     def from_parents(
         self, token_ids: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor
     ) -> DraftTree:
-        raise NotImplementedError("TODO links: depths, visibility, first child and next sibling of each node")
+        """token_ids, parents [bs, N]; the first num_nodes of each row are nodes, the others padding. A parent
+        has a smaller index than its children. Fields: shared/types/draft_tree.py."""
+        raise NotImplementedError("TODO links: what each node attends to, and how to walk down from the root")
 
     def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
-        """bool [num_entries]: for each request N rows of seq_len entries; the rest is False."""
-        raise NotImplementedError("TODO links: the whole prefix, then the tree's own mask, row by row")
+        """bool [num_entries]: for each request N rows of seq_len entries, of which the last N are the tree's;
+        the rest is False."""
+        raise NotImplementedError("TODO links: what each node attends to, over prefix and tree")
 
     def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
         """Use `_accepted(paths, tokens, tree, max_depth)`: node indices from the root, and the sample at
         each."""
-        raise NotImplementedError(
-            "TODO acceptance: from the root, follow the child whose token is the sample"
-        )
+        raise NotImplementedError("TODO acceptance: which drafts did the target confirm?")
 
 
 def candidate_parents(steps: Sequence[Beams]) -> torch.Tensor:

@@ -9,6 +9,7 @@ The contract is in shared/interfaces/moe.py.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from diptych.reference.layers import MLP, Linear, SiluAndMul
@@ -26,12 +27,14 @@ class TopK(interface.TopK):
         self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
     ) -> TopKOutput:
         """router_logits [num_tokens, num_experts] -> weights float32 and ids int32, [num_tokens, experts per
-        token]."""
-        raise NotImplementedError("TODO routing: scores, the best experts, lowest id first on ties, weights")
+        token]. `config` has routing, num_experts_per_tok, norm_topk_prob, routed_scaling_factor; with groups
+        also num_expert_groups and topk_group."""
+        raise NotImplementedError("TODO routing: which experts, and with which weights")
 
     def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """-inf for the experts outside the topk_group best groups."""
-        raise NotImplementedError("TODO routing: only experts of the topk_group best groups can be chosen")
+        """choice [num_tokens, num_experts] -> the same, so that experts outside the topk_group best groups
+        are never chosen. The score of a group: see the contract."""
+        raise NotImplementedError("TODO routing: which groups may take part")
 
 
 class FusedExperts(interface.FusedExperts):
@@ -54,11 +57,9 @@ class FusedExperts(interface.FusedExperts):
         self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
 
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape. An id of -1 contributes nothing."""
-        raise NotImplementedError(
-            "TODO experts: for each expert its tokens through w13, act_fn and w2, with biases where there "
-            "are some; weighted and summed"
-        )
+        """x [num_tokens, hidden_size] -> the same shape and dtype. topk.topk_ids [num_tokens, k]: an id of -1
+        contributes nothing. `self.act_fn(gate, up)` is the activation; `self.b13`, `self.b2` may be None."""
+        raise NotImplementedError("TODO experts: what every expert computes for the tokens that chose it")
 
 
 class MoE(interface.MoE):
@@ -83,4 +84,4 @@ class MoE(interface.MoE):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        raise NotImplementedError("TODO layer: gate, routing, experts, and the shared experts")
+        raise NotImplementedError("TODO layer: the output of the whole layer")

@@ -3,84 +3,85 @@
 cp docs/exercises/my_overlap.py my_overlap.py
 diptych check --stage 09 my_overlap.py
 
-The contract is in shared/interfaces/scheduler.py. What you do not write is inherited from
-optimized/scheduler.py: the constructor, and the choice of a batch. `Pipeline` in
-optimized/overlap/in_flight.py holds the batches that were launched and not processed: `pipeline.batches`
-(oldest first), `InFlight.rows`, `InFlight.results`. `PlainDecoding` in optimized/decoding.py launches a
-batch (`run`) and reads its results (`finish`). `self.requests` (shared/scheduling/lifecycle.py) has the
-requests, as in stage 03.
+The contract is in shared/interfaces/scheduler.py. You write the loop; what you do not write is inherited from
+optimized/scheduler.py, which uses
+    self.requests     the requests: waiting, running, live (shared/scheduling/lifecycle.py, as in stage 03)
+    self.pipeline     batches that are launched and not processed: `batches`, oldest first
+                      (`Pipeline` and `InFlight` in optimized/overlap/in_flight.py)
+    self.decoding     `run` launches a batch, `finish` reads its results (`PlainDecoding` in
+                      optimized/decoding.py)
 """
 
 from __future__ import annotations
 
-from diptych.optimized.overlap.cached_prompt import CachedPrompt
 from diptych.optimized.overlap.in_flight import InFlight
 from diptych.optimized.scheduler import Scheduler
+from diptych.shared.scheduling.stop_conditions import held_nan
 from diptych.shared.types import BatchResult, ScheduleBatch, StepOutput
 
 
 class MyScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
-        """End overdue requests (`requests.finish_overdue`), choose a batch (`get_next_batch_to_run`) and
-        launch it (`_launch`). Then process what is older (`_catch_up`) and return the pending outputs
-        (`requests.take_outputs`).
+        """One turn of the loop: end overdue requests (`requests.finish_overdue`), launch at most one batch
+        (`_choose`, `_launch`), and return the outputs that are known (`requests.take_outputs`).
 
-        `decoding.num_ahead(running)` batches may be in flight when the next one is chosen: catch up to
-        that many before, and once more after a launch. Without a launch, process all of them; also when no
-        request is `live`: nothing may run then, and `new_token_ratio.current` is `.initial`
-        again. If choosing a batch raises: wait for the device (`pipeline.streams.synchronize`), clear
-        `pipeline.batches`, `requests.abandon(error)`, and raise it."""
-        raise NotImplementedError("TODO one request: choose and launch a batch, then process the one before")
+        When a batch is chosen, and after a launch, at most `_num_ahead` batches are in flight; it is asked
+        once in a step, at the beginning. Nothing is in flight after a step that launches nothing, or when no
+        request is `live`; then `new_token_ratio.current` is `.initial` again."""
+        raise NotImplementedError("TODO one request: the order of choosing, launching and processing")
 
     def _launch(self, batch: ScheduleBatch) -> bool:
-        """Count the step (`requests.num_steps`) and launch the batch (`decoding.run(batch,
-        requests.chunked_req)`). The first batch.num_extend_reqs requests are extending: their prompts go
-        to the prefix cache now (`cache_unfinished_req`), and they join `running`, except the one whose
-        prompt goes on (`chunked_req`). False when the model raises: then `_fail`."""
-        raise NotImplementedError("TODO one request: run the batch; cache its prompts without their results")
+        """Count the step (`requests.num_steps`; `.num_overlapped` if a batch is in flight), and run the batch
+        (`decoding.run`, which also gets `requests.chunked_req`). Its first `num_extend_reqs` requests are
+        prompts: they enter the prefix cache (`cache_unfinished_req`), and join `running` unless their prompt
+        goes on. If the model raises: `_fail(batch, error)`, and False."""
+        raise NotImplementedError("TODO one request: what can be done before the results are known")
 
     def _catch_up(self, num_left: int) -> None:
-        """Process batches, the oldest first, until at most `num_left` are in flight. One without `results`
-        was not sampled: `_sample_late`. Else `results.wait()`, then remove it from `pipeline.batches` and
-        call `process_batch_result` with `decoding.finish(batch, outputs)`; an exception there ends its
-        requests (`requests.finish_with_error`). Last, if the oldest that is left has no results, sample
-        it: its tokens depend on the batch that was just processed."""
-        raise NotImplementedError("TODO one request: wait for the oldest batch and process its results")
-
-    def _sample_late(self, batch: InFlight) -> None:
-        """`pipeline.sample` a batch whose forward pass was launched without sampling. If it raises, the batch
-        leaves the pipeline, and its requests end (`_fail`)."""
-        raise NotImplementedError("TODO grammars: sample now that all earlier tokens are known")
-
-    def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
-        """The model refused a batch that is not in the pipeline. Wait for the device, and process the batch
-        before (`_catch_up`): requests that it ends have ended well. But nothing of this batch's KV may be
-        cached: each decoding request that still has a row has one token less in `kv_committed_len` (not in
-        TARGET_VERIFY). Then `requests.finish_with_error`, unless all requests of the batch have finished and
-        `error` is an Exception."""
-        raise NotImplementedError("TODO failures: take the token back, process the batch before, then end")
+        """Process batches until at most `num_left` are in flight. Each of them: `_results_of`, then
+        `process_batch_result` of what `decoding.finish` makes of them. If that raises, the requests of
+        the batch end with the error (`requests.finish_with_error`), and the batch is not in flight any more.
+        At last `_sample_next`."""
+        raise NotImplementedError("TODO one request: wait for a batch, and process it")
 
     def get_batch_decode(self) -> ScheduleBatch | None:
-        """A decode step of `_decodable()`. `decoding.prepare` returns None if slots are short."""
-        decodable = self._decodable()
-        if not decodable:
-            return None
-        batch = self.decoding.prepare(decodable)
-        if batch is None:
-            raise NotImplementedError("TODO shortage: a batch in flight may end requests; retract after that")
-        self.new_token_ratio.decay()
-        return batch
+        """A decode step of all `_decodable()` requests, or None. `decoding.prepare` gives None if slots are
+        short; `_retract_to_decode` makes room. After a step without retraction `new_token_ratio` decays."""
+        raise NotImplementedError("TODO shortage: may requests be retracted now?")
 
     def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:
-        """`result.token_ids` and `.logprobs` are of the requests in `batch.batch.reqs`; those without
-        token ids are skipped. A request that is not in `batch.rows` has left: its tokens are dropped.
-        Remove each row, then `requests.append_tokens`. If a first token id is below 0, the request is in
-        `batch.prompts`, and `held_nan`: `_discard(prompt, batch)`."""
-        raise NotImplementedError("TODO one request: append tokens of the requests that are still in `rows`")
+        """Append the tokens of a batch (`requests.append_tokens`). `result.token_ids` and `.logprobs` are of
+        the requests in `batch.batch.reqs`. `batch.rows` has those of them that still wait for this batch, and
+        none after it is processed."""
+        raise NotImplementedError("TODO one request: whose tokens are these?")
+        # A prompt whose logits are NaN leaves the cache: for each request with tokens, as the last thing,
+        #     if token_ids[0] < 0 and req in batch.prompts and held_nan(req, self.parts.num_token_ids):
+        #         self._discard(batch.prompts[req], batch)
 
-    def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:
-        """The logits of `prompt` were NaN, and its KV is in the cache. Requests that may have found it
-        (`prompt.may_be_held_by`) and are waiting for their first token start again: remove them from
-        `launched.rows` and retract them (`requests.retract_by_id`). They are `prompts` of `launched` or of a
-        batch in flight, or not `running` yet. Then discard the prompt's own tokens from the prefix cache."""
-        raise NotImplementedError("TODO failures: retract who may have found it, then `tree_cache.discard`")
+    # What follows is complete.
+
+    def _num_ahead(self) -> int:
+        """Batches that may be in flight when the next one is formed."""
+        return self.decoding.num_ahead(self.requests.running) if self.overlaps else 0
+
+    def _choose(self) -> ScheduleBatch | None:
+        """`get_next_batch_to_run`. If it raises, nothing is in flight any more, and all requests end."""
+        try:
+            return self.get_next_batch_to_run()
+        except BaseException as error:
+            self.pipeline.streams.synchronize()
+            self.pipeline.batches.clear()
+            self.requests.abandon(error)
+            raise
+
+    def _results_of(self, batch: InFlight) -> object | None:
+        """Wait for the results of a batch, which stays in flight. None: sampling failed, and it is gone."""
+        if batch.results is None:
+            self._sample_late(batch)
+        return None if batch.results is None else batch.results.wait()
+
+    def _sample_next(self) -> None:
+        """Sample the oldest batch, if that waited for the batch before it (a grammar reads every token)."""
+        batches = self.pipeline.batches
+        if batches and batches[0].results is None:
+            self._sample_late(batches[0])

@@ -24,23 +24,32 @@ INT8_STEPS = 127.5  # half of the range from -128 to 127
 
 class QuantizedLinear(interface.QuantizedLinear):
     def dequantized_weight(self) -> torch.Tensor:
-        """float32 [out_features, in_features]: (q - zero) * scale.
+        """The weight that q, zero point and scale stand for, float32 [out_features, in_features].
 
         weight_scale [out_features, groups] has a column for each `scheme.group_size` inputs, or one for all;
-        the last group may be smaller. int4: byte j of a group has input j in its low half and input
-        j + group / 2 in its high half; the zero point is INT4_ZERO or weight_zero."""
-        raise NotImplementedError("TODO weight: q minus zero point, times the scale of its group")
+        the last group may be smaller. int4 (`scheme.is_packed`): byte j of a group has input j in its low
+        half and input j + group / 2 in its high half; the zero point is INT4_ZERO or weight_zero."""
+        raise NotImplementedError("TODO weight: from q and its scale to numbers")
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, in_features] rounded to 8 bits and back, float32; x itself where scheme.inputs is
-        "none". The scale is `input_scale`, or computed for each token ("token") or for each `group_size`
-        inputs of a token ("group"): the largest magnitude over FP8_MAX or INT8_STEPS. With `self.tp`, that of
-        a token is the largest of all ranks: `self.tp.all_gather`."""
-        raise NotImplementedError("TODO inputs: a scale for each token or group, round, times the scale")
+        """x [num_tokens, in_features] as its 8-bit values say, float32; x itself if scheme.inputs is "none".
+        Values that share a scale: all ("static": `input_scale`), those of a token ("token"), or `group_size`
+        successive ones of a token ("group"; the last group may be smaller)."""
+        raise NotImplementedError("TODO inputs: divide by the scale, round, and back")
+
+    def _scale(self, groups: torch.Tensor) -> torch.Tensor:
+        """The dynamic scale of groups [num_tokens, number of groups, group size] -> [..., 1], float32, not 0.
+        FP8_MAX and INT8_STEPS are what the largest magnitude becomes. `self.tp`: ranks that have other parts
+        of the same tokens (`all_gather`), for inputs "token"."""
+        raise NotImplementedError("TODO inputs: what is a step of this group?")
+
+    def _rounded(self, q: torch.Tensor) -> torch.Tensor:
+        """float32 -> the nearest values of the 8-bit type (`scheme.weight_type`), as float32."""
+        raise NotImplementedError("TODO inputs: the nearest value that there is")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] -> [num_tokens, out_features] of the same dtype."""
-        raise NotImplementedError("TODO layer: both of the above, multiplied in float32, and the bias")
+        raise NotImplementedError("TODO layer: the product, in which precision?")
 
 
 def quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module | None:

@@ -1,7 +1,6 @@
 """`diptych check --stage`: groups cover the contract, skeletons fail where they begin, and completing the
 functions of a group makes it hold."""
 
-import ast
 import importlib
 import sys
 from collections import Counter
@@ -17,12 +16,9 @@ from diptych.shared.tools.cli import app
 from diptych.shared.tools.commands.check_stage import grade
 from diptych.shared.tools.conformance.clauses import suite
 from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage, stage_of
+from tests.docs.solutions import FILES, completed, open_functions, own_functions, solution
 
 ROOT = Path(__file__).parents[2]
-SOLUTIONS = {  # by default the reference
-    "05": "docs/examples/my_radix_cache.py:MyRadixCache",
-    "09": "optimized/scheduler.py:Scheduler",
-}
 
 each_stage = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.number)
 
@@ -32,6 +28,7 @@ def test_every_clause_is_in_one_group(stage: Stage) -> None:
     grouped = Counter(name for group in stage.groups for name in group.clauses)
     assert grouped == Counter(clause.name for clause in suite.clauses_of(stage.component))
     assert all(group.clauses and group.hint for group in stage.groups)
+    assert all(group.hints.keys() <= set(group.clauses) for group in stage.groups)
 
 
 @each_stage
@@ -46,64 +43,57 @@ def test_skeleton_fails_at_its_first_group_with_the_hint(stage: Stage) -> None:
 
 @each_stage
 @pytest.mark.full
-def test_solution_passes_every_group(stage: Stage) -> None:
-    default, _, class_name = registry.IMPLEMENTATIONS[stage.component]["reference"].partition(":")
-    if stage.number in SOLUTIONS:
-        file, _, class_name = SOLUTIONS[stage.number].partition(":")
-    else:
-        file = default.removeprefix("diptych.").replace(".", "/") + ".py"
-    result = grade(Stage(**{**vars(stage), "class_name": class_name}), str(ROOT / file))
+def test_solution_passes_every_group(stage: Stage, tmp_path: Path) -> None:
+    source, class_name = solution(stage)
+    file = tmp_path / stage.skeleton
+    file.write_text(source, "utf-8")
+    result = grade(Stage(**{**vars(stage), "class_name": class_name}), str(file))
     assert result.failure is None
     assert result.passed == list(stage.groups)
 
 
-def todos(path: Path) -> list[tuple[str, str, str]]:
-    """(class, function, group) of each function that raises NotImplementedError("TODO group: what to do").
-    The class of a function of the module is ""."""
-    found = []
-    for entry in ast.parse(path.read_text(encoding="utf-8")).body:
-        owner, functions = (entry.name, entry.body) if isinstance(entry, ast.ClassDef) else ("", [entry])
-        for function in functions:
-            for node in ast.walk(function):
-                if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
-                    text = node.exc.args[0].value  # type: ignore[union-attr]
-                    group = text.removeprefix("TODO ").partition(":")[0]
-                    found.append((owner, function.name, group))  # type: ignore[attr-defined]
-    return found
-
-
 @each_stage
 def test_todos_name_groups(stage: Stage) -> None:
-    named = {group for _, _, group in todos(ROOT / stage.skeleton_path)}
+    named = set(open_functions((ROOT / stage.skeleton_path).read_text("utf-8")).values())
     assert stage.groups[0].name in named
     assert named <= {group.name for group in stage.groups}
 
 
 @each_stage
 @pytest.mark.full
-def test_completed_groups_hold_one_after_another(stage: Stage) -> None:
+def test_completed_groups_hold_one_after_another(stage: Stage, tmp_path: Path) -> None:
     """With the functions of the groups up to one, that group holds: no group needs a later function."""
-    path = ROOT / stage.skeleton_path
-    implementation = registry.load(stage.component, stage.target(str(path)))
-    skeleton = sys.modules[f"diptych_user_{path.stem}"]
     known = {clause.name: clause for clause in suite.clauses_of(stage.component)}
     reference = registry.load(stage.component, "reference")
-    for group in stage.groups:
-        for owner, function, todo in todos(path):
-            if todo == group.name:
-                target = getattr(skeleton, owner) if owner else skeleton
-                setattr(target, function, moved(getattr(solution_of(stage, owner), function), vars(skeleton)))
+    for number, group in enumerate(stage.groups, start=1):
+        implementation = implementation_with(stage, {each.name for each in stage.groups[:number]}, tmp_path)
         for verdict in suite.check_implementation(
             [known[name] for name in group.clauses], implementation, reference, shrink_failures=False
         ):
             assert verdict.holds, (group.name, verdict.clause.name, verdict.failure)
 
 
+def implementation_with(stage: Stage, groups: set[str], folder: Path) -> Any:
+    """The skeleton with the functions of these groups, from its own solution or from a whole file."""
+    if own_functions(stage) is not None:
+        file = folder / stage.skeleton
+        file.write_text(completed(stage, groups), "utf-8")
+        return registry.load(stage.component, stage.target(str(file)))
+    path = ROOT / stage.skeleton_path
+    implementation = registry.load(stage.component, stage.target(str(path)))
+    skeleton = sys.modules[f"diptych_user_{path.stem}"]
+    for (owner, function), group in open_functions(path.read_text("utf-8")).items():
+        if group in groups:
+            target = getattr(skeleton, owner) if owner else skeleton
+            setattr(target, function, moved(getattr(solution_of(stage, owner), function), vars(skeleton)))
+    return implementation
+
+
 def solution_of(stage: Stage, class_name: str) -> Any:
     """The complete class, of the same name in the module of the solution or else the component's; the module
     itself without a name."""
-    if stage.number in SOLUTIONS:
-        return registry.load(stage.component, SOLUTIONS[stage.number])
+    if stage.number in FILES:
+        return registry.load(stage.component, FILES[stage.number])
     target = registry.IMPLEMENTATIONS[stage.component]["reference"]
     module = importlib.import_module(target.partition(":")[0])
     if not class_name:

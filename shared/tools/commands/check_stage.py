@@ -20,6 +20,15 @@ class Grade:
     failed: Group | None = None  # None: every group holds, or the interface is not implemented
     failure: Verdict | None = None  # the first failing case
 
+    @property
+    def hint(self) -> str:
+        """Of the failing clause, or of its group; of a function that is not written, always of the group."""
+        if self.failed is None or self.failure is None:
+            return ""
+        assert self.failure.failure is not None
+        is_open = "NotImplementedError" in self.failure.failure.what
+        return self.failed.hint if is_open else self.failed.hint_of(self.failure.clause.name)
+
 
 def grade(stage: Stage, file: str, *, shrink: bool = True, time_limit: float = 30.0) -> Grade:
     """Run the groups in order, up to the first failing clause. A file without the class of the stage raises
@@ -80,7 +89,7 @@ def print_grade(stage: Stage, file: str, grade: Grade) -> None:
         return
     console.print()
     if grade.failed is not None:
-        console.print(Text(f"{grade.failed.name}: {grade.failed.hint}", "yellow"))
+        console.print(Text(f"{grade.failed.name}: {grade.hint}", "yellow"))
     alone = grade.failure.clause.with_cases([grade.failure.case])
     print_failure(console, Result(alone, [grade.failure]))
 

@@ -7,6 +7,7 @@ Every clause of a staged component is in exactly one group (`tests/docs/test_sta
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ class Group:
     name: str
     clauses: tuple[str, ...]
     hint: str
+    hints: Mapping[str, str]  # of clauses that have one of their own: it names the wrong idea
+
+    def hint_of(self, clause: str) -> str:
+        """What to say when this clause fails."""
+        return self.hints.get(clause, self.hint)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,10 @@ class Stage:
 
 
 def _stage(fields: dict[str, Any]) -> Stage:
-    groups = [Group(group["name"], tuple(group["clauses"]), group["hint"]) for group in fields["groups"]]
+    groups = [
+        Group(group["name"], tuple(group["clauses"]), group["hint"], group.get("hints", {}))
+        for group in fields["groups"]
+    ]
     return Stage(**{**fields, "groups": tuple(groups)})
 
 

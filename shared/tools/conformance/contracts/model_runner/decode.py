@@ -257,6 +257,31 @@ def captured_hidden_states(impl: type[ModelRunner], case: Decoding) -> None:
         expect_close(f"{what}: logits", found.next_token_logits, logits, tolerance("logits", case.dtype))
 
 
+@contract(
+    "A decode step writes its tokens' slots, the dummy page and nothing else, also after requests have left.",
+    (
+        Decoding("fewer and fewer requests", batch_sizes=(7, 5, 3, 1), sizes=(4, 8)),
+        Decoding("fewer requests, pages of 16", batch_sizes=(5, 2), sizes=(8,), page_size=16),
+    ),
+)
+def decode_writes_its_slots(impl: type[ModelRunner], case: Decoding) -> None:
+    session = PreparedSession(impl, model_for(case.config, case.dtype), case)
+    session.prefill(case)
+    is_free = torch.ones(len(session.kv_buffers()[0]), dtype=torch.bool, device=session.device)
+    for number, bs in enumerate(case.batch_sizes):
+        batch = session.forward_batch({i: [7 * i + number] for i in range(bs)})
+        rows = session.req_to_token_pool.req_to_token[session.req_pool_indices[:bs]]
+        is_free[:] = True
+        for row, seq_len in zip(rows, batch.seq_lens_cpu):
+            is_free[row[:seq_len].long()] = False
+        for buffer in session.kv_buffers():
+            buffer[is_free] = torch.nan
+        session.run(batch)
+        is_free[: case.page_size] = False
+        for buffer in session.kv_buffers():
+            expect_true(f"step {number} leaves free slots alone", bool(buffer[is_free].isnan().all()))
+
+
 @contract("prepare writes the dummy page and nothing else.", CASES[1:3])
 def prepare_writes_nothing(impl: type[ModelRunner], case: Decoding) -> None:
     session = PreparedSession(impl, model_for(case.config, case.dtype), case)
