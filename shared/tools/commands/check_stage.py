@@ -22,12 +22,7 @@ class Grade:
 
     @property
     def hint(self) -> str:
-        """Of the failing clause, or of its group; of a function that is not written, always of the group."""
-        if self.failed is None or self.failure is None:
-            return ""
-        assert self.failure.failure is not None
-        is_open = "NotImplementedError" in self.failure.failure.what
-        return self.failed.hint if is_open else self.failed.hint_of(self.failure.clause.name)
+        return "" if self.failed is None or self.failure is None else hint_for(self.failed, self.failure)
 
 
 def grade(stage: Stage, file: str, *, shrink: bool = True, time_limit: float = 30.0) -> Grade:
@@ -50,6 +45,13 @@ def grade(stage: Stage, file: str, *, shrink: bool = True, time_limit: float = 3
         if group is not None and clause.name == group.clauses[-1]:
             grade.passed.append(group)
     return grade
+
+
+def hint_for(group: Group, verdict: Verdict) -> str:
+    """The hint of the failing clause or of its group; for a function that is not written, of the group."""
+    assert verdict.failure is not None
+    is_open = str(verdict.failure.actual).startswith("NotImplementedError")
+    return group.hint if is_open else group.hint_of(verdict.clause.name)
 
 
 def _by_clause(verdicts: Iterator[Verdict]) -> Iterator[tuple[Clause, Verdict | None]]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diptych.shared.tools.commands.check_results import Result, print_failure
+from diptych.shared.tools.commands.check_stage import hint_for
 from diptych.shared.tools.conformance.clauses.stages import STAGES, Group, Stage
 from diptych.shared.tools.course.exercise import NEEDS, reading_minutes, todos_of
 from diptych.shared.tools.course.folder import CourseFolder, State
@@ -219,11 +220,11 @@ def todo_of(grade: GroupGrade) -> str | None:
 
 
 def hint_of(grade: GroupGrade) -> str:
-    """The hint of the group, or how to get to its interface."""
+    """The hint of the clause or group, or how to get to the interface."""
     assert grade.failure is not None
     if grade.failure.clause.name not in grade.group.clauses:
         return "the class must be there, and must have every method of its interface."
-    return grade.group.hint
+    return hint_for(grade.group, grade.failure)
 
 
 def show_success(out: Console, folder: CourseFolder, stage: Stage) -> None:
