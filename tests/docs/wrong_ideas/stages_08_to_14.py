@@ -46,7 +46,7 @@ IDEAS = (
       "one request", "one-request", "oldest batch",
       (("oldest = batches[0]", "oldest = batches[-1]"), ("batches.popleft()", "batches.pop()"))),
     W("09", "a prompt is cached when its token is known",
-      "one request", "ends-at-once", "at the launch", (("            self.parts.tree_cache.cache_unfinished_req(req)\n", ""),)),
+      "one request", "ends-at-once", "before its results are known", (("            self.parts.tree_cache.cache_unfinished_req(req)\n", ""),)),
     W("09", "a request runs as soon as a chunk of it has run",
       "one request", "ends-at-once", "goes on",
       (("            if req is not requests.chunked_req:\n                requests.running.append(req)",
