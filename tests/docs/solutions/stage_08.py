@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: F821
 class FixedBuffers:
     def size_for(self, batch: ForwardBatch) -> int | None:
