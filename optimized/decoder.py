@@ -59,7 +59,6 @@ class DecoderAttention(AttentionModules):
         self.qkv_proj = MergedLinear(input_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 
-    # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
@@ -69,6 +68,7 @@ class DecoderAttention(AttentionModules):
             is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
             for norm in (RMSNorm, GemmaRMSNorm)
         )
+        # --8<-- [start:attention-forward]
         if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
             q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
             return attention.backend.run(q, layer, attention.plan).flatten(1)
@@ -78,8 +78,7 @@ class DecoderAttention(AttentionModules):
         q, k = self.rotary_emb(positions, q, k)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
         return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
-
-    # --8<-- [end:attention-forward]
+        # --8<-- [end:attention-forward]
 
 
 class DecoderLayer(LayerModules):
@@ -136,7 +135,6 @@ class DecoderForCausalLM(CausalLMModules):
     ) -> torch.Tensor:
         captured = captured or {}
         # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
-        # --8<-- [start:model-forward]
         x = Stream(self.embed(input_ids) if input_embeds is None else input_embeds)
         for layer_id, layer in enumerate(self.model.layers):
             if layer_id in captured:
@@ -145,7 +143,6 @@ class DecoderForCausalLM(CausalLMModules):
         if len(self.model.layers) in captured:
             captured[len(self.model.layers)] = x.copied_total()
         return add_and_norm(self.model.norm, x)[0]
-        # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -40,7 +40,6 @@ class PlainDecoding(SchedulerFeature):
         """Slots for a decode step of all these requests. None: there is no memory for it."""
         return prepare_for_decode(reqs, self.parts)
 
-    # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         """Launch a batch. chunked_req: the request whose prompt continues in the next
         step."""
@@ -54,7 +53,6 @@ class PlainDecoding(SchedulerFeature):
         sample_output: SampleOutput = outputs[1]
         assert sample_output.next_token_ids.shape == (launched.forward_batch.batch_size,)
         token_ids = sample_output.next_token_ids.tolist()
-        # --8<-- [end:run-batch]
         launched.distribute_input_logprobs(logits_output.input_logprobs)
         if logits_output.hidden_states is not None:
             reqs, head = launched.batch.reqs, self.parts.reward_head

@@ -208,14 +208,11 @@ class TokenToKVPool(KVTensors):
     def v_buffer(self, layer_id: int) -> torch.Tensor:
         return self._v[layer_id]
 
-    # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if self.dtype == FP8:
             k, v = to_fp8(k, v, self.kv_scales[layer_id])
         self._k[layer_id][out_cache_loc] = k.to(self.dtype)
         self._v[layer_id][out_cache_loc] = v.to(self.dtype)
-
-    # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
         slots = torch.stack([target_slots, source_slots])

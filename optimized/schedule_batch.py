@@ -32,24 +32,24 @@ def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
         found = [req.prefix_indices for req in new_reqs]
         pool.write_ragged(rows, [0] * len(rows), [len(slots) for slots in found], torch.cat(found))
 
-    # --8<-- [start:slots-for-an-extension]
     prefix_lens = [len(req.prefix_indices) for req in reqs]
     seq_lens = [len(req.fill_ids) for req in reqs]
     page = allocator.page_size
-    # Most prefixes end with a page: then their ends do not matter, and no device is asked.
-    last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
     evict_for(
         sum(round_up_to_page(s, page) - round_up_to_page(p, page) for p, s in zip(prefix_lens, seq_lens)),
         parts.tree_cache,
         allocator,
     )
+    # --8<-- [start:slots-for-an-extension]
+    # Most prefixes end with a page: then their ends do not matter, and no device is asked.
+    last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
     slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
     assert slots is not None, "no slots for an extension: admission checks this"
     extend_lens = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
     pool.write_ragged(rows_of(reqs), prefix_lens, extend_lens, slots)
+    # --8<-- [end:slots-for-an-extension]
     for req, seq_len in zip(reqs, seq_lens):
         req.kv_committed_len = req.kv_allocated_len = seq_len
-    # --8<-- [end:slots-for-an-extension]
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=slots)
 
 

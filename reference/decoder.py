@@ -43,9 +43,9 @@ class DecoderAttention(AttentionModules):
         self.v_proj = Linear(input_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 
-    # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
+        # --8<-- [start:attention-forward]
         q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
         k = self.k_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
         v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
@@ -85,7 +85,6 @@ class DecoderForCausalLM(CausalLMModules):
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         captured = captured or {}
-        # --8<-- [start:model-forward]
         x = self.embed(input_ids) if input_embeds is None else input_embeds
         for layer_id, layer in enumerate(self.model.layers):
             if layer_id in captured:
@@ -94,7 +93,6 @@ class DecoderForCausalLM(CausalLMModules):
         if len(self.model.layers) in captured:
             captured[len(self.model.layers)] = x
         return self.model.norm(x)
-        # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -23,7 +23,6 @@ class PlainDecoding:
         """Slots for a decode step of all these requests. None: there is no memory for it."""
         return prepare_for_decode(reqs, self.parts)
 
-    # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         """Run a batch. chunked_req: the request whose prompt continues in the next step."""
         parts, device = self.parts, self.parts.allocator.device
@@ -41,7 +40,6 @@ class PlainDecoding:
             )
         with parts.timeline.span("wait for tokens"):
             token_ids = sample_output.next_token_ids.tolist()
-        # --8<-- [end:run-batch]
         if any(req.next_input_logprob is not None for req in extending):
             collect_input_logprobs(extending, forward_batch, logits_output.input_logprobs)
         if is_pooling:

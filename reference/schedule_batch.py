@@ -27,15 +27,15 @@ def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
             req.req_pool_idx = rows[0]
             req.kv_matched_len = prefix_len
             pool.write(req.req_pool_idx, 0, req.prefix_indices)
-        # --8<-- [start:slots-for-an-extension]
-        last_loc = int(req.prefix_indices[-1]) if prefix_len % page_size else -1
         num_new = round_up_to_page(seq_len, page_size) - round_up_to_page(prefix_len, page_size)
         evict_for(num_new, parts.tree_cache, allocator)
+        # --8<-- [start:slots-for-an-extension]
+        last_loc = int(req.prefix_indices[-1]) if prefix_len % page_size else -1
         new_slots = allocator.alloc_extend([prefix_len], [seq_len], [last_loc])
         assert new_slots is not None, "no slots for an extension: admission checks this"
         pool.write(req.req_pool_idx, prefix_len, new_slots)
-        req.kv_committed_len = req.kv_allocated_len = seq_len
         # --8<-- [end:slots-for-an-extension]
+        req.kv_committed_len = req.kv_allocated_len = seq_len
         slots.append(new_slots)
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=torch.cat(slots))
 

@@ -6,6 +6,9 @@ What is not the loop (how a request comes, ends and is counted) is in shared/sch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from diptych.reference.decoding import PlainDecoding
 from diptych.reference.schedule_batch import prepare_for_extend
 from diptych.reference.speculative.speculative_decoding import SpeculativeDecoding
@@ -53,27 +56,35 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
-        requests, timeline = self.requests, self.parts.timeline
+        requests = self.requests
         requests.finish_overdue()
-        try:
-            with timeline.span("schedule"):
-                batch = self.get_next_batch_to_run()
-        except BaseException as error:
-            requests.abandon(error)
-            raise
+        batch = self._choose_batch()
         if batch is not None:
             requests.num_steps += 1
-            try:
+            with self._errors_end(batch):
                 result = self.decoding.run(batch, requests.chunked_req)
-                with timeline.span("process results"):
-                    self.process_batch_result(batch, result)
-            except BaseException as error:
-                requests.finish_with_error(batch.reqs, error)
+                self.process_batch_result(batch, result)
         if not requests.live:
             self.new_token_ratio.current = self.new_token_ratio.initial
         return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]
+
+    def _choose_batch(self) -> ScheduleBatch | None:
+        try:
+            with self.parts.timeline.span("schedule"):
+                return self.get_next_batch_to_run()
+        except BaseException as error:
+            self.requests.abandon(error)
+            raise
+
+    @contextmanager
+    def _errors_end(self, batch: ScheduleBatch) -> Iterator[None]:
+        """An exception ends the requests of the batch, and no others."""
+        try:
+            yield
+        except BaseException as error:
+            self.requests.finish_with_error(batch.reqs, error)
 
     # ---- choose the batch ----
 
@@ -175,8 +186,16 @@ class Scheduler(interface.Scheduler):
 
     # ---- process its results ----
 
-    # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        with self.parts.timeline.span("process results"):
+            self._append_results(batch, result)
+            for req, token_ids in zip(batch.reqs[: batch.num_extend_reqs], result.token_ids):
+                has_no_token = req.finished and token_ids and token_ids[0] < 0
+                if has_no_token and held_nan(req, self.parts.num_token_ids):
+                    self._discard(req)
+
+    # --8<-- [start:process-batch-result]
+    def _append_results(self, batch: ScheduleBatch, result: BatchResult) -> None:
         requests, tree_cache = self.requests, self.parts.tree_cache
         for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):
             if req is requests.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
@@ -187,10 +206,6 @@ class Scheduler(interface.Scheduler):
                 tree_cache.cache_unfinished_req(req)
                 requests.running.append(req)
         # --8<-- [end:process-batch-result]
-        for req, token_ids in zip(batch.reqs[: batch.num_extend_reqs], result.token_ids):
-            has_no_token = req.finished and token_ids and token_ids[0] < 0
-            if has_no_token and held_nan(req, self.parts.num_token_ids):
-                self._discard(req)
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, req: Req) -> None:

@@ -37,6 +37,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "diptych.reference.radix_cache:RadixCache",
         "optimized": "diptych.optimized.radix_cache:RadixCache",
     },
+    "kv_cache": {"reference": "diptych.reference.kv_cache:KVCache"},
     "chunk_cache": {"reference": "diptych.reference.chunk_cache:ChunkCache"},
     "host_pool": {
         "reference": "diptych.reference.tiers.host_pool:HostPool",
@@ -159,6 +160,7 @@ UNAVAILABLE: dict[str, str] = {
 """component=choice of other engines -> what it needs. They are refused: Diptych does not call them."""
 
 PARTS: dict[str, str] = {
+    "contiguous_attention": "diptych.reference.contiguous_attention:attention_over",
     "hybrid_attention": "diptych.optimized.attention.hybrid:hybrid_of",
     "block_diffusion": "diptych.reference.modes.block_diffusion",
     "vision": "diptych.reference.modes.vision",

@@ -317,7 +317,6 @@ class LLM:
         """Yields an empty piece before the others, which starts the generator."""
         try:
             yield collectors[0].whole()
-            # --8<-- [start:stream-loop]
             while True:
                 for collector in collectors:
                     piece = collector.take()
@@ -325,7 +324,6 @@ class LLM:
                         yield piece
                 if all(c.is_finished for c in collectors) or not self.step():
                     break
-            # --8<-- [end:stream-loop]
             for collector in collectors:
                 piece = collector.take()
                 if piece is not None:

@@ -11,6 +11,7 @@ from diptych.shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
 from diptych.shared.interfaces.grammar import Grammar
 from diptych.shared.interfaces.host_pool import HostPool
+from diptych.shared.interfaces.kv_cache import KVCache
 from diptych.shared.interfaces.layers import (
     GeluTanhAndMul,
     GemmaRMSNorm,
@@ -89,6 +90,7 @@ __all__ = [
     "Grammar",
     "HostPool",
     "InsertResult",
+    "KVCache",
     "Layers",
     "LinearAttention",
     "LinearLayer",

@@ -12,6 +12,20 @@ ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "docs" / "course"
 HEADINGS = [
     "The problem",
+    "By hand",
+    "A toy version",
+    "Your turn",
+    "The reference",
+    "The optimized twin",
+    "Measured",
+    "Worked problems",
+    "Traps",
+    "What you can now say",
+    "Links",
+]
+NUM_PROBLEMS, NUM_SENTENCES = 5, 5
+EARLIER_HEADINGS = [  # of pages without tasks between the text
+    "The problem",
     "Shapes",
     "A toy version",
     "The reference",
@@ -49,16 +63,41 @@ def test_every_page_and_notebook_is_a_stage() -> None:
     assert [stage.number for stage in STAGES] == sorted({stage.number for stage in STAGES})
 
 
+def has_tasks(stage: Stage) -> bool:
+    return "\n## Your turn\n" in page_of(stage)
+
+
+def part_of(stage: Stage, heading: str) -> str:
+    return page_of(stage).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 @each_stage
 def test_headings(stage: Stage) -> None:
-    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == HEADINGS
+    expected = HEADINGS if has_tasks(stage) else EARLIER_HEADINGS
+    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == expected
+
+
+@each_stage
+def test_tasks_come_between_the_text_and_before_their_solution(stage: Stage) -> None:
+    """Each group has its command. Quotes that solve the exercise are folded, and so are answers."""
+    if not has_tasks(stage):
+        return
+    command = rf'diptych course grade {stage.number} --group "?([^"\n#]*)'
+    tasks = [name.strip() for name in re.findall(command, part_of(stage, "Your turn"))]
+    assert tasks == [group.name for group in stage.groups]
+    assert "<details" in part_of(stage, "The reference")
+    assert "<details" in part_of(stage, "The optimized twin")
+    problems = part_of(stage, "Worked problems")
+    assert problems.count('??? success "Answer"') == NUM_PROBLEMS
+    assert len(re.findall(r"^\d\. ", problems, re.MULTILINE)) == NUM_PROBLEMS
+    assert len(re.findall(r"^\d\. ", part_of(stage, "What you can now say"), re.MULTILINE)) == NUM_SENTENCES
 
 
 @each_stage
 def test_length(stage: Stage) -> None:
     """The text counts without the annotations of quotes, which open on a click."""
     text = re.sub(r"^ *\d+\.  .*\n(?: {4,}\S.*\n)*", "", page_of(stage), flags=re.MULTILINE)
-    assert 600 <= len(text.split()) <= 1700
+    assert 600 <= len(text.split()) <= 2200
 
 
 @each_stage

@@ -15,6 +15,7 @@ _CLASSES: dict[str, type] = {
     "prefill_adder": interfaces.PrefillAdder,
     "radix_cache": interfaces.PrefixCache,
     "chunk_cache": interfaces.PrefixCache,
+    "kv_cache": interfaces.KVCache,
     "attention": interfaces.AttentionBackend,
     "mla_attention": interfaces.MLAAttentionBackend,
     "linear_attention": interfaces.LinearAttention,

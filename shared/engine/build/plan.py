@@ -73,6 +73,10 @@ def make_plan(
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
     given = {**_load_user_components(selection), **(given or {})}
+    if "kv_cache" in config.use and "attention" not in config.use:
+        given["attention"] = registry.load_part("contiguous_attention")(
+            given.get("kv_cache") or registry.load("kv_cache", selection["kv_cache"])
+        )
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
     check_row_memory(config, device)

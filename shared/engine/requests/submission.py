@@ -78,7 +78,6 @@ class Submission:
         namespace: Any = self.extra_key
         if adapter is not None or self.diffusion is not None:
             namespace = cache_namespace(self.extra_key, adapter, self.diffusion)
-        # --8<-- [start:make-req]
         req = Req(
             rid=rid,
             origin_input_ids=self.prompt_ids,
@@ -94,7 +93,6 @@ class Submission:
             embeds=self.embeds,
             is_pooling=self.is_pooling,
         )
-        # --8<-- [end:make-req]
         if self.compiled is not None:
             req.grammar = self.assembly.grammars.grammar_for(req, self.compiled.result())
         return req
@@ -135,7 +133,6 @@ class LiveRequests:
                         unused = self._unused_seeds
                         seed = unused.pop() if unused else self._random.getrandbits(63)
                         seeds.append(seed)
-                    # --8<-- [start:submit-samples]
                     for i, sample_id in enumerate(sample_ids(name, num_samples)):
                         rid = unused_id(sample_id, self.collectors)
                         req = submission.req(rid, derive_seed(seed, i))
@@ -144,7 +141,6 @@ class LiveRequests:
                         collector = OutputCollector(req, i, submission.detokenizer(), submitted_as=name)
                         self.collectors[rid] = collector
                         collectors.append(collector)
-                    # --8<-- [end:submit-samples]
         except BaseException:
             for collector in collectors:
                 self.abort(collector)

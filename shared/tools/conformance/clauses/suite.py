@@ -51,6 +51,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "radix_cache.request_lives",
     ),
     "chunk_cache": ("chunk_cache.requests", "radix_cache.request_lives"),
+    "kv_cache": ("kv_cache.rows", "kv_cache.passes"),
     "linear_attention": ("linear_attention.recurrence", "linear_attention.checkpoints"),
     "attention": (
         "attention.batches",

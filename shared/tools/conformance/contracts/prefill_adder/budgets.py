@@ -67,6 +67,12 @@ def initial_budgets(impl: type[PrefillAdder], case: Case) -> None:
     expect_equal("rem_total_tokens", adder.rem_total_tokens, 10_000 - 2 - 300 - 50 - 2048)
     expect_equal("rem_input_tokens", adder.rem_input_tokens, 498)
     expect_equal("rem_chunk_tokens", adder.rem_chunk_tokens, 62)
+    setup.cache(list(range(1, 41)))
+    expect_equal(
+        "rem_total_tokens, 40 of them evictable", adder.rem_total_tokens, 10_000 - 2 - 300 - 50 - 2048
+    )
+    setup.tree.inc_lock_ref(setup.tree.match_prefix(RadixKey(list(range(1, 41)))).last_node)
+    expect_equal("rem_total_tokens, 40 of them locked", adder.rem_total_tokens, 9_960 - 2 - 300 - 50 - 2048)
 
 
 @contract("A prompt that fits is added whole, and reduces all three budgets.", EXAMPLE)

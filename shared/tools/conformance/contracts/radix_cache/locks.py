@@ -96,6 +96,22 @@ def sizes_after_a_split(impl: type[PrefixCache], case: Case) -> None:
     expect_equal("locks left", [node.lock_ref for node in cache.nodes() if node.lock_ref], [])
 
 
+@contract("A lock of a long key holds the nodes of the shorter keys that it continues.", PAGE_SIZES)
+def long_keys_hold_short_ones(impl: type[PrefixCache], case: Case) -> None:
+    p = case.page_size
+    cache = impl(p)
+    insert(cache, range(p), 100)
+    insert(cache, range(3 * p), 100)
+    node = cache.match_prefix(RadixKey(list(range(3 * p)))).last_node
+    first, rest = list(range(p)), list(range(p, 3 * p))
+    cache.inc_lock_ref(node)
+    expect_equal("edges and their locks", edges(cache), [(first, 1), (rest, 1)])
+    expect_equal("sizes", sizes(cache), (0, 3 * p))
+    cache.dec_lock_ref(node)
+    expect_equal("edges after the unlock", edges(cache), [(first, 0), (rest, 0)])
+    expect_equal("sizes after the unlock", sizes(cache), (3 * p, 0))
+
+
 @contract("A lock applies to the path from its node up to the root.", EXAMPLE)
 def locks_count_along_the_path(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)

@@ -30,6 +30,17 @@ def batch_mates(impl: type[Sampler], case: Case) -> None:
     expect_equal("in another order", permuted, [together[i] for i in order])
 
 
+@contract("A draw does not depend on the rows beside it: there is no generator that they share.", EXAMPLE)
+def neighbours_change_nothing(impl: type[Sampler], case: Case) -> None:
+    row, neighbour = [1.0, 0.5, 0.0, 1.5], [0.0, 2.0, 1.0, 0.5]
+    reqs = [Ask("").req(seed=seed) for seed in range(20)]
+    alone = [sample(impl, [row], [req])[0] for req in reqs]
+    for name, rows, i in (("first", [row, neighbour], 0), ("second", [neighbour, row], 1)):
+        pairs = [[req, Ask("").req(seed=99)] if i == 0 else [Ask("").req(seed=99), req] for req in reqs]
+        together = [sample(impl, rows, pair)[i] for pair in pairs]
+        expect_equal(f"tokens of seeds 0 to 19, {name} of two rows", together, alone)
+
+
 @contract("The same arguments give the same tokens: a sampler keeps nothing from call to call.", EXAMPLE)
 def stateless(impl: type[Sampler], case: Case) -> None:
     asks = [*KINDS, *ADJUSTED]
