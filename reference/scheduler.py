@@ -7,7 +7,7 @@ What is not the loop (how a request comes, ends and is counted) is in shared/sch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from diptych.reference.decoding import PlainDecoding
 from diptych.reference.schedule_batch import prepare_for_extend
@@ -58,7 +58,8 @@ class Scheduler(interface.Scheduler):
     def step(self) -> list[StepOutput]:
         requests = self.requests
         requests.finish_overdue()
-        batch = self._choose_batch()
+        with self._errors_end(None):
+            batch = self.get_next_batch_to_run()
         if batch is not None:
             requests.num_steps += 1
             with self._errors_end(batch):
@@ -70,20 +71,17 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [end:scheduler-step]
 
-    def _choose_batch(self) -> ScheduleBatch | None:
-        try:
-            with self.parts.timeline.span("schedule"):
-                return self.get_next_batch_to_run()
-        except BaseException as error:
-            self.requests.abandon(error)
-            raise
-
     @contextmanager
-    def _errors_end(self, batch: ScheduleBatch) -> Iterator[None]:
-        """An exception ends the requests of the batch, and no others."""
+    def _errors_end(self, batch: ScheduleBatch | None) -> Iterator[None]:
+        """An exception ends the requests of the batch, and no others. While a batch is chosen (None) there is
+        none yet: the exception is raised again."""
         try:
-            yield
+            with self.parts.timeline.span("schedule") if batch is None else nullcontext():
+                yield
         except BaseException as error:
+            if batch is None:
+                self.requests.abandon(error)
+                raise
             self.requests.finish_with_error(batch.reqs, error)
 
     # ---- choose the batch ----
@@ -187,25 +185,24 @@ class Scheduler(interface.Scheduler):
     # ---- process its results ----
 
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        requests, tree_cache = self.requests, self.parts.tree_cache
         with self.parts.timeline.span("process results"):
-            self._append_results(batch, result)
+            # --8<-- [start:process-batch-result]
+            for i, (req, token_ids, logprobs) in enumerate(
+                zip(batch.reqs, result.token_ids, result.logprobs)
+            ):
+                if req is requests.chunked_req:  # its prompt is not complete: the token has no meaning
+                    tree_cache.cache_unfinished_req(req)
+                    continue
+                requests.append_tokens(req, token_ids, logprobs)
+                if not req.finished and i < batch.num_extend_reqs:
+                    tree_cache.cache_unfinished_req(req)
+                    requests.running.append(req)
+                # --8<-- [end:process-batch-result]
             for req, token_ids in zip(batch.reqs[: batch.num_extend_reqs], result.token_ids):
                 has_no_token = req.finished and token_ids and token_ids[0] < 0
                 if has_no_token and held_nan(req, self.parts.num_token_ids):
                     self._discard(req)
-
-    # --8<-- [start:process-batch-result]
-    def _append_results(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        requests, tree_cache = self.requests, self.parts.tree_cache
-        for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):
-            if req is requests.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
-                tree_cache.cache_unfinished_req(req)
-                continue
-            requests.append_tokens(req, token_ids, logprobs)
-            if not req.finished and i < batch.num_extend_reqs:
-                tree_cache.cache_unfinished_req(req)
-                requests.running.append(req)
-        # --8<-- [end:process-batch-result]
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, req: Req) -> None:

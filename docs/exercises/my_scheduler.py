@@ -17,36 +17,34 @@ from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 class MyScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
-        """One batch: end overdue requests (`requests.finish_overdue`), choose a batch
-        (`get_next_batch_to_run`), count it (`requests.num_steps`), run it (`decoding.run(batch,
-        requests.chunked_req)`), process its result, and return the pending outputs
-        (`requests.take_outputs`). If no request is `live` then, `new_token_ratio.current` is `.initial`
-        again. An exception while a batch is chosen is raised again after `requests.abandon(error)`. A later
-        exception ends the requests of the batch (`requests.finish_with_error`)."""
+        """One batch, from its choice to its results. `with self._errors_end(batch):` is around what may fail
+        while a batch runs; with None around the choice of one. `requests.finish_overdue`, `num_steps`, `live`
+        and `take_outputs` belong to a step too. A scheduler without live requests is as at its start, and so
+        is `new_token_ratio`: `current` and `initial`."""
         raise NotImplementedError("TODO one request: the loop body of continuous batching")
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """A prefill batch if there is one, else a decode batch. With `enable_mixed_chunk`: both in one
         (`mix(prefill, decode)` of shared/scheduling/pages.py), where `decoding.prepare(running)` has room for
         the decode tokens."""
-        raise NotImplementedError("TODO one request: `get_new_batch_prefill`, else `get_batch_decode`")
+        raise NotImplementedError("TODO one request: which of the two comes first?")
 
     def _retract_to_decode(self) -> ScheduleBatch:
-        """A decode batch when slots are short: `requests.retract` one request after the other until
-        `decoding.prepare(running)` gives a batch. `retraction_order` of shared/scheduling/pages.py sorts
-        them; the first one stays, and a chunked request goes before it. Then raise the ratio
-        (`new_token_ratio.raise_after_retraction`)."""
-        raise NotImplementedError("TODO shortage: retract until the others can decode")
+        """A decode batch, when slots are short. `decoding.prepare(running)` gives one, or None without
+        memory; `requests.retract(req)` frees that of a request. `retraction_order` of
+        shared/scheduling/pages.py sorts requests in the order in which to keep them. The first one always
+        stays: a chunked request goes before it. A retraction shows that the reservations were too small
+        (`new_token_ratio.raise_after_retraction(running)`)."""
+        raise NotImplementedError("TODO shortage: as few requests as possible lose their memory")
 
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        """Append the tokens of each request (`requests.append_tokens`). The first batch.num_extend_reqs
-        requests are extending: their KV goes to the prefix cache (`cache_unfinished_req`), and they join
-        `running`. The token of a chunked request whose prompt goes on is dropped. If an extending request
-        ended with a token id below 0 and `held_nan`, `_discard` it at the end."""
-        raise NotImplementedError(
-            "TODO one request: `append_tokens` for each; then cache, and join `running`"
-        )
+        """result.token_ids and .logprobs have a list for each request of the batch, for
+        `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill; one of them
+        may be `requests.chunked_req`, whose prompt goes on. `tree_cache.cache_unfinished_req` shares the
+        pages of a request that goes on. A request whose logits were NaN has ended with a token id below 0 and
+        `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py): `_discard` its KV."""
+        raise NotImplementedError("TODO one request: each request gets its tokens; what becomes of it then?")
 
     def _discard(self, req: Req) -> None:
-        """The logits of an extending request were NaN, and so may its KV be, from req.kv_matched_len on."""
-        raise NotImplementedError("TODO failures: `tree_cache.discard` of the tokens in fill_ids")
+        """The logits of a request that has ended were NaN. Its KV may be NaN from req.kv_matched_len on."""
+        raise NotImplementedError("TODO failures: no other request may find this KV")

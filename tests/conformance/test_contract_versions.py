@@ -87,6 +87,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     records = copy.deepcopy(recorded())
     for module in (contract_versions, record_contracts):
         monkeypatch.setattr(module, "recorded", lambda: records)
+    for clause in records["radix_cache"]["clauses"].values():
+        clause[0] = "1.0"
     return records["radix_cache"]
 
 

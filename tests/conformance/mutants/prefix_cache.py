@@ -255,3 +255,10 @@ bug("ASplitGivesTheLowerHalf", "A match inside a node ends below it.",
     ("radix_cache", "child = self._split(child, matched_len)", "self._split(child, matched_len)"))
 bug("KeepsTheFirstNodeToDiscard", "What begins just where discarding begins is kept.",
     ("radix_cache", "if end < start or", "if end <= start or"))
+bug("LocksEndAtTheSecondNode", "A lock leaves out the first node of a longer path.",
+    ("radix_cache", "        for ancestor in self._path(node):\n            if ancestor.lock_ref == 0:\n"
+     "                self._evictable_size -=",
+     "        for ancestor in list(self._path(node))[:-1] or self._path(node):\n"
+     "            if ancestor.lock_ref == 0:\n"
+     "                self._evictable_size -="),
+    ("radix_cache", "assert ancestor.lock_ref > 0", "assert ancestor.lock_ref >= 0"))

@@ -223,3 +223,9 @@ bug("GreedyRowsTakeTheLastOfTies", "Greedy rows take the highest id of equal log
 bug("AskingMovesThePosition", "Rows that ask for log-probabilities draw with the noise of the next token.",
     ("sampler", "logits = logits.float()\n",
      "logits, positions = logits.float(), positions + int(info.return_logprob)\n"))
+bug("NoiseOfTheRow", "The first row of a batch draws with the noise of the next position.",
+    ("sampler", "    noise = gumbel_noise(info.seeds[:, None], positions[:, None], token_ids)\n",
+     "    rows = torch.arange(len(logits), device=logits.device)[:, None]\n"
+     "    noise = gumbel_noise(info.seeds[:, None], positions[:, None] + (rows > 0).long(), token_ids)\n"))
+bug("InfinityIsNaN", "A maximum of +inf minus itself is NaN.",
+    ("sampler", ".masked_fill(logits == max_logits, 0.0)", ""))

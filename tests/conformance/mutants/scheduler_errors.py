@@ -51,8 +51,8 @@ reference_bug("RunsWithoutATimeout", "Only a waiting request can be too late.",
 reference_bug("ErrorsOfABatchLeaveTheStep",
               "An error while a batch runs ends the step, not the requests of the batch.",
               ("scheduler",
-               "        except BaseException as error:\n            self.requests.finish_with_error",
-               "        except KeyError as error:\n            self.requests.finish_with_error"))
+               "            if batch is None:\n                self.requests.abandon",
+               "            if True:\n                self.requests.abandon"))
 reference_bug("ForgetsWhatItFound",
               "A prompt with NaN logits takes the prefix with it that it found in the cache.",
               ("scheduler", "discard(key, req.kv_matched_len)", "discard(key, 0)"))

@@ -69,9 +69,9 @@ IDEAS = (
     WrongIdea("02", "freeing twice does no harm", "free", "freed-twice", "given to two requests",
               (('assert not not_used, f"pages {sorted(not_used)} are not allocated"', "pass"),)),
     WrongIdea("03", "a prompt has no token to give", "one request", "one-request", "the first output token",
-              (("            requests.append_tokens(req, token_ids, logprobs)\n",
-                "            if i >= batch.num_extend_reqs:\n"
-                "                requests.append_tokens(req, token_ids, logprobs)\n"),)),
+              (("                requests.append_tokens(req, token_ids, logprobs)\n",
+                "                if i >= batch.num_extend_reqs:\n"
+                "                    requests.append_tokens(req, token_ids, logprobs)\n"),)),
     WrongIdea("03", "a request that ended joins the others", "one request", "ends-at-once", "may have ended",
               (("if not req.finished and i < batch.num_extend_reqs:", "if i < batch.num_extend_reqs:"),)),
     WrongIdea("03", "who runs goes first", "admission", "preemption", "prefill before decode",
@@ -81,8 +81,8 @@ IDEAS = (
     WrongIdea("03", "each chunk gives a token", "one request", "ends-at-once", "has no meaning",
               (("if req is requests.chunked_req:", "if False:"),)),
     WrongIdea("03", "pages enter the cache at the end", "many requests", "in-batch-prefix", "still runs",
-              (("                tree_cache.cache_unfinished_req(req)\n                requests.running.append(req)",
-                "                requests.running.append(req)"),)),
+              (("                    tree_cache.cache_unfinished_req(req)\n                    requests.running.append(req)",
+                "                    requests.running.append(req)"),)),
     WrongIdea("03", "overdue requests end when they get a token", "admission", "waiting-timeout", "first of all",
               (("        requests.finish_overdue()\n", ""),)),
     WrongIdea("03", "retract everything that can go", "shortage", "looks-before-it-retracts", "and no more",
@@ -97,9 +97,9 @@ IDEAS = (
               (("                if has_no_token and held_nan(req, self.parts.num_token_ids):\n                    self._discard(req)\n",
                 "                pass\n"),)),
     WrongIdea("03", "discard before the request has ended", "failures", "nan-prompt", "while a request locks",
-              (("            requests.append_tokens(req, token_ids, logprobs)\n",
-                "            if i < batch.num_extend_reqs and token_ids[0] < 0:\n                self._discard(req)\n"
-                "            requests.append_tokens(req, token_ids, logprobs)\n"),
+              (("                requests.append_tokens(req, token_ids, logprobs)\n",
+                "                if i < batch.num_extend_reqs and token_ids[0] < 0:\n                    self._discard(req)\n"
+                "                requests.append_tokens(req, token_ids, logprobs)\n"),
                ("                if has_no_token and held_nan(req, self.parts.num_token_ids):\n                    self._discard(req)\n",
                 "                pass\n"))),
     WrongIdea("04", "only free slots are memory", "budgets", "initial-budgets", "evictable",
