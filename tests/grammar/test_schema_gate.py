@@ -18,7 +18,8 @@ from diptych.shared.grammar.schema_gate import gate, gate_tag
 from diptych.shared.grammar.schema_read import REFUSED
 from diptych.shared.grammar.schema_regex import json_pattern, whole_match
 from diptych.shared.grammar.spec import choice_to_ebnf
-from tests.grammar.schema_samples import END, PATTERNS, compiler, document, sample
+from diptych.shared.tools.conformance.server.random_schemas import PATTERNS, document
+from tests.grammar.schema_samples import END, compiler, sample
 
 COMPILER = compiler()
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -8,6 +8,16 @@ from importlib import import_module
 from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
 
 FAULTS: list[Fault] = []
+CHAT_CHECKS = (
+    "prompt.",
+    "tools.",
+    "reasoning.",
+    "schema.",
+    "seeded.",
+    "sampling.chat",
+    "semantics.unsupported",
+)
+"""Beginnings of the names of checks that need a model with tools: `test_chat_faults.py` has their faults."""
 Play = Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
 
 
@@ -22,7 +32,7 @@ def fault(name: str, sentence: str, check: str) -> Callable[[Play], Play]:
 
 
 def all_faults() -> list[Fault]:
-    for module in ("faults_logprobs", "faults_sampling", "faults_api"):
+    for module in ("faults_logprobs", "faults_sampling", "faults_api", "faults_chat"):
         import_module(f"tests.server_check.{module}")
     return sorted(FAULTS, key=lambda each: each.name)
 

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.dialects.parts.choose import dialect_of
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.state import ServerSettings, ServerState
@@ -56,7 +57,7 @@ class LocalServer:
         client = EngineClient(self.config, in_thread=True)
         try:
             ready = await client.start()
-            prompts = Prompts(self._tokenizer, ready)
+            prompts = Prompts(self._tokenizer, ready, dialect_of(self.config, self._tokenizer))
             state = ServerState(ServerSettings(), self.config.model, client, ready, prompts)
             assert self._tokenizer is not None
             self.proxy = FaultyProxy(create_app(state), self._tokenizer)

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.check_engine import check_engine
 from diptych.shared.tools.commands.check_kernel import check_kernel
 from diptych.shared.tools.commands.check_results import (
     as_json,
@@ -43,6 +44,7 @@ KERNEL_HINT = "a bare function is checked by `diptych check kernel FILE.py:NAME 
 app = typer.Typer(cls=WhatIsChecked, help="Hold an implementation to the reference.")
 app.command("kernel")(check_kernel)
 app.command("server")(check_server)
+app.command("engine")(check_engine)
 
 
 @app.command("component")

@@ -15,6 +15,8 @@ from diptych.shared.tools.commands import bench_run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from diptych.shared.tools.conformance.server.verdict import Report
+
 
 def check_server(
     url: Annotated[str, typer.Argument(help="Of the server: http://127.0.0.1:8080.", show_default=False)],
@@ -35,6 +37,17 @@ def check_server(
             "fp8, int8, int4, q8_0 or q4. auto: the checkpoint's own, float32, float16 or else bfloat16."
         ),
     ] = "auto",
+    seeded: Annotated[
+        str,
+        typer.Option(
+            metavar="NOISE",
+            help="Whose noise the server's samples have: diptych, or greedy for an unknown one, where greedy "
+            "tokens alone are verified. auto: by the server's name.",
+        ),
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str, typer.Option(metavar="NAME", help="How the model writes calls. auto: by its chat template.")
+    ] = "auto",
     only: Annotated[
         list[str] | None, typer.Option(metavar="GROUP|NAME", help="Only this. May be repeated.")
     ] = None,
@@ -43,6 +56,12 @@ def check_server(
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report to read.")] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
+    sarif_file: Annotated[
+        Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF, for code scanners.")
+    ] = None,
+    badge_file: Annotated[
+        Path | None, typer.Option("--badge", metavar="FILE", help="Write the JSON of a badge of shields.io.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
     ] = None,
@@ -59,7 +78,7 @@ def check_server(
 
     Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference.
     """
-    for file in (html, junit, json_file):
+    for file in (html, junit, sarif_file, badge_file, json_file):
         if file is not None:
             bench_run.check_files(None, file)
     if quick and thorough:
@@ -69,7 +88,8 @@ def check_server(
 
     from diptych.shared.tools.conformance.server.checks import QUICK, THOROUGH, Limits, chosen, run_checks
     from diptych.shared.tools.conformance.server.session import connect
-    from diptych.shared.tools.conformance.server.verdict import Report, print_report
+    from diptych.shared.tools.conformance.server.verdict import Report as Found
+    from diptych.shared.tools.conformance.server.verdict import print_report
 
     checks = chosen(only or (), skip or ())
     limits = QUICK if quick else THOROUGH if thorough else Limits()
@@ -85,6 +105,8 @@ def check_server(
             seed=seed,
             limits=limits,
             progress=progress,
+            tool_call_parser=tool_call_parser,
+            seeded=seeded,
         )
         results = list(run_checks(context, checks))
     facts = {
@@ -95,20 +117,37 @@ def check_server(
         "seed": str(seed),
     }
     context.server.close()
-    report = Report(facts, context.offers, results, len(checks))
+    report = Found(facts, context.offers, results, len(checks))
     print_report(report)
-    if html is not None:
-        from diptych.shared.tools.conformance.server.server_report_html import render
-
-        html.write_text(render(report), encoding="utf-8")
-    if junit is not None:
-        from diptych.shared.tools.conformance.server.junit import junit_xml
-
-        junit.write_text(junit_xml(report), encoding="utf-8")
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+    write_reports(report, html, junit, sarif_file, badge_file, json_file)
     if report.exit_status:
         raise typer.Exit(report.exit_status)
+
+
+def write_reports(
+    report: Report,
+    html: Path | None,
+    junit: Path | None,
+    sarif_file: Path | None,
+    badge_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Write the files that were asked for."""
+    from diptych.shared.tools.conformance.ci_reports import badge, sarif
+    from diptych.shared.tools.conformance.server.junit import junit_xml
+    from diptych.shared.tools.conformance.server.server_report_html import render
+
+    checked = report.checked("server")
+    makers: list[tuple[Path | None, Callable[[], str]]] = [
+        (html, lambda: render(report)),
+        (junit, lambda: junit_xml(report)),
+        (sarif_file, lambda: json.dumps(sarif(checked, "diptych check server"), indent=1) + "\n"),
+        (badge_file, lambda: json.dumps(badge(checked, "diptych")) + "\n"),
+        (json_file, lambda: json.dumps(report.as_json(), indent=1, default=str) + "\n"),
+    ]
+    for file, make in makers:
+        if file is not None:
+            file.write_text(make(), encoding="utf-8")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from diptych.shared.tools.conformance.server.oracle import Oracle
 
 Status = Literal["holds", "fails", "not offered", "near tie"]
-GROUPS = ("api", "scoring", "dependence", "streaming", "sampling", "semantics")
+GROUPS = (
+    "api",
+    "scoring",
+    "dependence",
+    "streaming",
+    "sampling",
+    "seeded",
+    "semantics",
+    "prompt",
+    "tools",
+    "reasoning",
+    "schema",
+)
 MODULES = (
     "scoring",
     "dependence",
@@ -27,6 +39,14 @@ MODULES = (
     "sampling",
     "semantics",
     "refusals",
+    "seeded",
+    "chat_params",
+    "prompt_checks",
+    "tool_choice",
+    "tool_parsing",
+    "long_arguments",
+    "reasoning_checks",
+    "schemas",
 )
 
 
@@ -51,13 +71,20 @@ class Limits:
     long_prompt_len: int = 400
     max_tokens: int = 16
     num_draws: int = 1500  # of one chi-square test
+    num_talks: int = 16  # conversations with tools
+    num_schemas: int = 24  # random JSON schemas
+    num_seeded: int = 1000  # single tokens that are verified
     concurrency: int = 8
 
 
-QUICK = Limits(num_prompts=4, prompt_len=32, long_prompt_len=160, max_tokens=8, num_draws=400, concurrency=4)
+QUICK = Limits(
+    num_prompts=4, prompt_len=32, long_prompt_len=160, max_tokens=8, num_draws=400, concurrency=4,
+    num_talks=4, num_schemas=6, num_seeded=200,
+)  # fmt: skip
 THOROUGH = Limits(
-    num_prompts=32, prompt_len=96, long_prompt_len=1500, max_tokens=48, num_draws=6000, concurrency=24
-)
+    num_prompts=32, prompt_len=96, long_prompt_len=1500, max_tokens=48, num_draws=6000, concurrency=24,
+    num_talks=300, num_schemas=300, num_seeded=5000,
+)  # fmt: skip
 
 
 @dataclass
@@ -75,6 +102,9 @@ class Context:
     tolerance: Tolerance = TABLE["float32"]
     dtype: str = "float32"
     answers: list[Answer] = field(default_factory=list)  # greedy answers to the prompts, once computed
+    noise_is_known: bool = False  # the server's samples have this project's noise
+    call_mode: str | None = None  # how calls are demanded, once found
+    pairs: list[Any] | None = None  # answers of reference and server with tools, once computed
 
     def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
         """A prompt in the form that this server takes: token ids if it accepts them, otherwise their text."""
@@ -171,13 +201,21 @@ def run_check(context: Context, each: Check) -> tuple[tuple[Finding, ...], bool]
         if isinstance(outcome, Finding):
             outcome = [outcome]
         for finding in outcome:
-            findings.append(finding)  # one by one, so that findings before an exception are kept
+            # One by one, so that findings before an exception are kept.
+            findings.append(_with_request(context.server, finding))
     except (Refused, Malformed) as error:
         findings.append(Finding("fails", f"the server's answer cannot be used: {error}"))
     except Unreachable as error:
         findings.append(Finding("fails", f"no answer: {error}"))
         return tuple(findings), not answers(context.server)
     return tuple(findings) or (Finding("not offered", "nothing to check"),), False
+
+
+def _with_request(server: Server, finding: Finding) -> Finding:
+    """A failure with the last request that was sent before it."""
+    if finding.status != "fails" or not (curl := server.curl()):
+        return finding
+    return replace(finding, evidence={**finding.evidence, "last request": curl})
 
 
 def answers(server: Server) -> bool:

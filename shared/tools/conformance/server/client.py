@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ __all__ = ["Answer", "Malformed", "Refused", "Server", "Unreachable"]
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 JSON = dict[str, Any]
+LONGEST_CURL = 4000
 
 
 class Refused(Exception):
@@ -44,6 +47,7 @@ class Server:
     timeout: float = 120.0
     token_ids: Mapping[str, int] = field(default_factory=dict)
     id_params: JSON = field(default_factory=dict)
+    last: threading.local = field(default_factory=threading.local)  # .request: path and body, of this thread
 
     def __post_init__(self) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -104,6 +108,15 @@ class Server:
         with ThreadPoolExecutor(max_workers=max(concurrency, 1)) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 
+    def curl(self) -> str:
+        """A command that repeats this thread's last request; empty: there is none, or it is long."""
+        path, body = getattr(self.last, "request", ("", None))
+        text = body.decode(errors="replace") if isinstance(body, bytes) else json.dumps(body)
+        if not path or len(text) > LONGEST_CURL:
+            return ""
+        words = ["curl", "-s", self.url + path, "-H", "Content-Type: application/json", "-d", text]
+        return shlex.join(words)
+
     def _completion(self, prompt: Prompt, params: JSON) -> JSON:
         given = prompt if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
         return {"model": self.model, "prompt": given, **self._with_ids(params)}
@@ -132,6 +145,7 @@ class Server:
 
     def _streamed(self, path: str, body: JSON, prompt: Prompt | None) -> list[Answer]:
         chunks: list[JSON] = []
+        self.last.request = path, body
         try:
             with self.http.stream("POST", path, json=body) as response:
                 if not 200 <= response.status_code < 300:
@@ -149,6 +163,8 @@ class Server:
         return self._read(choices, {"usage": usage}, chunks, body, prompt)
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, Mapping[str, str], Any]:
+        if method == "POST":
+            self.last.request = path, body
         content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
         try:
             response = self.http.request(method, path, **content)

@@ -19,6 +19,7 @@ from diptych.shared.text.token_bytes import TokenBytes
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 from diptych.shared.tools.conformance.oracles.sampling_oracle import adjusted, exact_distribution
+from diptych.shared.tools.conformance.server.chat_oracle import ChatOracle
 from diptych.shared.types import Req, SamplingParams
 
 CHUNK = 512  # prompt tokens of one forward pass
@@ -27,13 +28,15 @@ NUM_CACHED = 64
 
 class Oracle:
     """Computes expected logits. `model`: the model that the server serves: a folder in Hugging Face format, a
-    built-in model or an id. Raises `ValueError` if there is no model or no tokenizer.
+    built-in model or an id. `tool_call_parser`: how it writes calls, as the flag of the server. Raises
+    `ValueError` if there is no model or no tokenizer.
 
     `vocab_size`: the number of ids with a token. `num_rows`: the rows of the LM head in the softmax: equally
     many (this project's engine), or also the padding rows behind them (vLLM, llama.cpp). `find_rows`
     decides."""
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, tool_call_parser: str = "auto") -> None:
+        self._tool_call_parser = tool_call_parser
         self.folder = resolve_model_path(str(model))
         self.tokenizer = Tokenizer.from_pretrained(self.folder)
         self.config = read_config(self.folder)
@@ -101,6 +104,11 @@ class Oracle:
             leads.append(best[0] - best[1])
             output += new
         return output, leads
+
+    @cached_property
+    def chat(self) -> ChatOracle:
+        """Prompts and answers of conversations. Raises `ValueError` for an unknown tool parser."""
+        return ChatOracle(self, self._tool_call_parser)
 
     @cached_property
     def text_of_token(self) -> list[str]:

@@ -15,6 +15,7 @@ from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.corpus.corpus import held_out_questions
 
+SEEDED = ("auto", "diptych", "greedy")
 LENS = (1, 2, 7, 16, 17, 31, 33)
 """Lengths of the first prompts: one token, and beside the sizes of pages. The others have prompt_len."""
 
@@ -30,11 +31,17 @@ def connect(
     limits: Limits | None = None,
     progress: Callable[[str], None] = lambda text: None,
     oracle: Oracle | None = None,
+    tool_call_parser: str = "auto",
+    seeded: str = "auto",
 ) -> Context:
-    """Probes the server and makes the prompts. `oracle`: an already loaded oracle of the same model. Raises
+    """Probes the server and makes the prompts. `oracle`: an already loaded oracle of the same model.
+    `seeded`: whether its noise is this project's (diptych), or unknown (greedy); auto: by its name. Raises
     `ValueError` for a server that does not answer or cannot be scored, and for a model that is not found."""
+    if seeded not in SEEDED:
+        raise ValueError(f"--seeded must be one of {', '.join(SEEDED)}, got {seeded!r}")
     limits = limits or Limits()
-    oracle = oracle or Oracle(model)
+    oracle = oracle or Oracle(model, tool_call_parser)
+    _ = oracle.chat  # an unknown parser is an error before anything is asked
     name, tolerance = tolerance_of(dtype, oracle.folder)
     server = Server(url, api_key, served_model, token_ids=oracle.id_of_text)
     try:
@@ -59,7 +66,10 @@ def connect(
     prompts = texts(oracle, rng, lens)
     if offers.token_id_prompts:
         prompts[2::4] = [random_ids(oracle, rng, len(prompt)) for prompt in prompts[2::4]]
-    return Context(server, offers, oracle, rng, limits, prompts, progress, tolerance, name)
+    is_known = seeded == "diptych" or (seeded == "auto" and offers.kind == "diptych")
+    return Context(
+        server, offers, oracle, rng, limits, prompts, progress, tolerance, name, noise_is_known=is_known
+    )
 
 
 def find_rows(server: Server, offers: Offers, oracle: Oracle, rng: random.Random) -> int:

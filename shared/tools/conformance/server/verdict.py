@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diptych.shared.tools.conformance.ci_reports import Checked
 from diptych.shared.tools.conformance.server.capabilities import Offers
 from diptych.shared.tools.conformance.server.checks import GROUPS, Finding, Result
 
@@ -61,6 +62,23 @@ class Report:
             return 1
         is_checked = any(result.status != "not offered" for result in self.results)
         return 0 if is_checked and self.offers.scoring else 2
+
+    def checked(self, path: str) -> list[Checked]:
+        """The checks that ran, for reports of CI. `path`: a file that stands for the server."""
+        return [
+            Checked(
+                result.check.name,
+                result.check.sentence,
+                [
+                    "\n".join(f"{label}: {value}" for label, value in failure_rows(finding))
+                    for finding in result.findings
+                    if finding.status == "fails"
+                ],
+                path,
+            )
+            for result in self.results
+            if result.status != "not offered"
+        ]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -127,7 +145,11 @@ def failure_rows(finding: Finding) -> list[tuple[str, str]]:
     rows = [("what", finding.what)]
     if finding.expected is not None or finding.actual is not None:
         rows += [("expected", short(finding.expected)), ("got", short(finding.actual))]
-    rows += [(name, short(value)) for name, value in finding.evidence.items() if name not in HIDDEN]
+    rows += [
+        (name, value if name == "last request" else short(value))
+        for name, value in finding.evidence.items()
+        if name not in HIDDEN
+    ]
     return rows
 
 

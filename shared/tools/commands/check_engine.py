@@ -1,0 +1,130 @@
+"""`diptych check engine`: whether other kernels or another number format cost accuracy or invariance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.shared import registry
+from diptych.shared.tools.commands import bench_run
+
+if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.whole_engine.engine_gate import GateReport
+
+MAX_TOTAL_TOKENS = 32768
+
+
+def check_engine(
+    arm: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help="What is checked, separated by commas: a panel, component=implementation, flag=value, "
+            "model=FOLDER. attention=file.py:Class; optimized,dtype=bfloat16; quantization=int8.",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        str,
+        typer.Option(metavar="B", help="The native engine, in the same form."),
+    ] = "reference,dtype=bfloat16",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Built-in model, local folder or Hugging Face id.")
+    ] = "tiny-dense",
+    device: Annotated[str | None, typer.Option(help="cpu, mps, cuda or cuda:1.")] = None,
+    margin: Annotated[
+        float, typer.Option(min=0.0, help="Share of B's error that A's may exceed it by.")
+    ] = 0.25,
+    num_prompts: Annotated[int, typer.Option(min=2, help="Prompts, which the interval resamples.")] = 64,
+    num_tokens: Annotated[int, typer.Option(min=1, help="Tokens that follow each prompt.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the prompts and of the bootstrap.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures.")
+    ] = None,
+) -> None:
+    """Compare an engine's logits with float32, as B's are: A's error may not be larger by more than a share.
+
+    All engines decode the same tokens. Gates: KL divergence and error of log-probabilities with a bootstrap
+    interval over prompts; the same logits alone and in a batch, and with a cold and a warm prefix cache.
+    Exit status 0: every gate holds; 1: one fails.
+    """
+    if json_file is not None:
+        bench_run.check_files(None, json_file)
+    from diptych.shared.tools.conformance.whole_engine.engine_gate import check_engine as run_gates
+
+    common = {"model": model, "device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
+    flags = [common | parse_spec(spec) for spec in (arm, against)]
+    oracle = {**common, "panel": "reference", "dtype": "float32", "model": flags[1]["model"]}
+    prompts = prompts_of(flags[1]["model"], num_prompts, seed)
+    report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed)
+    print_gates(report, arm, against)
+    if json_file is not None:
+        found: dict[str, Any] = {"verdict": report.sentence, "gates": [vars(gate) for gate in report.gates]}
+        found |= {"A": arm, "B": against, "model": model, "margin": margin, "seed": seed}
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if report.failing:
+        raise typer.Exit(1)
+
+
+def parse_spec(text: str) -> dict[str, Any]:
+    """ "optimized,attention=triton,page_size=16" -> flags of an engine. Raises `ValueError` for a name that
+    is no panel, component or flag."""
+    from diptych.shared.tools.commands.diff import parse_flags, parse_side
+
+    side, flags, found = [], [], {}
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = piece.partition("=")
+        if name == "model":
+            found["model"] = value
+        elif not equals or (name in registry.IMPLEMENTATIONS and not is_method(name, value)):
+            side.append(piece)
+        else:
+            flags.append(piece)
+    return parse_side(",".join(side)) | parse_flags(",".join(flags)) | found
+
+
+def is_method(name: str, value: str) -> bool:
+    """Whether `quantization=int8` names a method, which is a flag, and no implementation of the component."""
+    return name == "quantization" and value not in registry.PANELS and ":" not in value
+
+
+def prompts_of(model: str, num: int, seed: int) -> list[list[int]]:
+    """Beginnings of conversations of the built-in corpus, by the model's chat template or as text. They end
+    inside a message, where several continuations are likely."""
+    import random
+
+    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.text.tokenizer import Tokenizer
+    from diptych.shared.tools.corpus.corpus import held_out_questions
+
+    tokenizer = Tokenizer.from_pretrained(resolve_model_path(model))
+    rng, found = random.Random(seed), []
+    for question in held_out_questions(num, seed):
+        has_template = bool(tokenizer.chat_template)
+        text = question.messages[-1]["content"]
+        ids = tokenizer.chat(question.messages) if has_template else tokenizer.encode(text)
+        found.append(ids[: max(2, round(len(ids) * rng.uniform(0.3, 0.8)))])
+    return found
+
+
+def print_gates(report: GateReport, arm: str, against: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(report.sentence, "bold red" if report.failing else "green"))
+    console.print(Text(f"A {arm}, B {against}, errors against float32, in nats", "dim"))
+    table = Table("gate", "A", "B", "upper end", "allowed", "verdict")
+    for gate in report.gates:
+        verdict = Text("holds", "green") if gate.holds else Text("fails", "bold red")
+        numbers = [f"{value:.2e}" for value in (gate.arm, gate.native, gate.upper, gate.allowed)]
+        table.add_row(gate.name, *numbers, verdict)
+    console.print(table)
+    for gate in report.gates:
+        if gate.note:
+            console.print(Text(f"{gate.name}: {gate.note}"))
+    console.print(Text(f"same best token as float32: {report.same_best:.2%} of positions"))

@@ -1,0 +1,228 @@
+"""`diptych check engine`: an engine with other kernels or another number format against the native one.
+
+All engines compute the same tokens: the float32 reference samples a continuation of each prompt, and the
+others are forced to continue with it, step by step, as they decode. At each step the whole row of logits is
+recorded, so that the errors are those of the engine, batches and prefix cache included.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from diptych.shared.types import SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.shared.engine.llm import LLM
+
+MARGIN = 0.25
+"""The arm may have this share of the native engine's error more than it. An arm that is as good as the native
+one would fail 97.5 % of the time without a margin."""
+NUM_RESAMPLES = 10_000
+QUANTILE = 0.975  # upper end of the interval of 95 %
+FLOOR = 1e-8
+"""Nats. Sums in float32 in another order differ by less."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Log-probabilities float64 [steps, vocab_size] of each prompt, and the tokens that were appended."""
+
+    logprobs: list[np.ndarray]
+    tokens: list[list[int]]
+
+
+class Recorder:
+    """A logit processor of one request: records each row, and forces the next token of `forced` if given."""
+
+    def __init__(self, forced: Sequence[int] | None) -> None:
+        self.forced = forced
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output_ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+        for row, ids in enumerate(output_ids):
+            at = len(ids)
+            self.rows[at] = logits[row].float().cpu().clone()
+            if self.forced is not None and at < len(self.forced):
+                kept = logits[row, self.forced[at]].clone()
+                logits[row] = float("-inf")
+                logits[row, self.forced[at]] = torch.where(kept.isfinite(), kept, torch.zeros_like(kept))
+        return logits
+
+
+def record(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    forced: Sequence[Sequence[int]] | None,
+    num_tokens: int,
+    together: bool = True,
+) -> Rows:
+    """The rows of all prompts. `forced`: their continuations; None: they are sampled. `together`: all in
+    flight, else one after the other. Raises `RuntimeError` for a request that ends early."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0)
+    recorders = [Recorder(None if forced is None else forced[i]) for i in range(len(prompts))]
+    collectors: list[Any] = []
+    for i, prompt in enumerate(prompts):
+        one = SamplingParams(**{**vars(params), "seed": i})
+        collectors += llm.submit(list(prompt), one, logit_processor=recorders[i])
+        if not together:
+            _finish(llm, collectors[-1:])
+    _finish(llm, collectors)
+    for i, recorder in enumerate(recorders):
+        if sorted(recorder.rows) != list(range(num_tokens)):
+            raise RuntimeError(f"prompt {i} ended after {len(recorder.rows)} of {num_tokens} tokens")
+    rows = [torch.stack([each.rows[i] for i in range(num_tokens)]).double() for each in recorders]
+    logprobs = [torch.log_softmax(each, dim=-1).numpy() for each in rows]
+    return Rows(logprobs, [list(collector.output_ids) for collector in collectors])
+
+
+def _finish(llm: LLM, collectors: Sequence[Any]) -> None:
+    while not all(collector.is_finished for collector in collectors) and llm.step():
+        pass
+
+
+def kl_by_prompt(expected: Rows, actual: Rows) -> np.ndarray:
+    """Mean KL(expected || actual) of each prompt, in nats. inf where the actual rows are not finite."""
+    found = []
+    for one, other in zip(expected.logprobs, actual.logprobs):
+        share = np.exp(one)
+        with np.errstate(invalid="ignore"):
+            terms = np.where(share > 0, share * (one - other), 0.0).sum(axis=1)
+        found.append(float(np.nan_to_num(terms.mean(), nan=np.inf)))
+    return np.array(found)
+
+
+def nll_by_prompt(expected: Rows, actual: Rows) -> np.ndarray:
+    """Mean absolute error of the log-probabilities of the tokens, of each prompt."""
+    found = []
+    for tokens, one, other in zip(expected.tokens, expected.logprobs, actual.logprobs):
+        at = np.arange(len(tokens)), tokens
+        found.append(float(np.nan_to_num(np.abs(one[at] - other[at]).mean(), nan=np.inf)))
+    return np.array(found)
+
+
+def upper_end(excess: np.ndarray, seed: int = 0) -> float:
+    """The upper end of the bootstrap interval of the mean, prompts resampled."""
+    if not np.isfinite(excess).all():
+        return float("inf")
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(excess), size=(NUM_RESAMPLES, len(excess)))
+    return float(np.quantile(excess[picks].mean(axis=1), QUANTILE))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One comparison. `allowed`: the limit of `upper`."""
+
+    name: str
+    arm: float
+    native: float
+    upper: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.upper <= self.allowed
+
+
+@dataclass
+class GateReport:
+    """The gates of one arm, and figures beside them."""
+
+    gates: list[Gate] = field(default_factory=list)
+    num_prompts: int = 0
+    num_tokens: int = 0
+    same_best: float = 1.0  # share of positions at which arm and float32 reference have the same best token
+
+    @property
+    def failing(self) -> list[Gate]:
+        return [gate for gate in self.gates if not gate.holds]
+
+    @property
+    def sentence(self) -> str:
+        if self.failing:
+            names = ", ".join(gate.name for gate in self.failing)
+            return f"{len(self.failing)} of {len(self.gates)} gates fail: {names}"
+        return f"all {len(self.gates)} gates hold, at {self.num_tokens} tokens of {self.num_prompts} prompts"
+
+
+def error_gate(name: str, arm: np.ndarray, native: np.ndarray, margin: float, seed: int = 0) -> Gate:
+    """The arm's error may exceed the native one by `margin` of it, with the confidence of the interval."""
+    allowed = max(margin * float(native.mean()), FLOOR)
+    return Gate(name, float(arm.mean()), float(native.mean()), upper_end(arm - native, seed), allowed)
+
+
+def invariance_gate(name: str, one: Rows, other: Rows, native: float, is_exact: bool) -> Gate:
+    """Two runs of one engine. Their KL divergence stays below the native engine's error; with `is_exact`
+    every bit is the same."""
+    kl = kl_by_prompt(one, other)
+    largest = max(
+        float(np.nan_to_num(np.abs(np.exp(a) - np.exp(b)), nan=1.0).max())
+        for a, b in zip(one.logprobs, other.logprobs)
+    )
+    same = all(np.array_equal(a, b) for a, b in zip(one.logprobs, other.logprobs))
+    note = "the same bits" if same else f"probabilities differ by {largest:.1e} at most"
+    if is_exact:
+        return Gate(name, largest, 0.0, largest if not same else 0.0, 0.0, note)
+    return Gate(name, float(kl.mean()), native, float(kl.max()), max(4 * native, FLOOR), note)
+
+
+def check_engine(
+    arm: dict[str, Any],
+    native: dict[str, Any],
+    oracle: dict[str, Any],
+    prompts: Sequence[list[int]],
+    num_tokens: int = 32,
+    margin: float = MARGIN,
+    seed: int = 0,
+) -> GateReport:
+    """Run oracle, native engine and arm (flags of each) on prompts of token ids. Raises what the engines
+    raise for flags that they refuse."""
+    expected = _recorded(oracle, prompts, None, num_tokens)
+    theirs = _recorded(native, prompts, expected.tokens, num_tokens)
+    report = GateReport(num_prompts=len(prompts), num_tokens=num_tokens * len(prompts))
+    llm = _engine(arm)
+    is_exact = bool(getattr(llm.config, "enable_deterministic_inference", False))
+    together = record(llm, prompts, expected.tokens, num_tokens)
+    cached = record(llm, prompts, expected.tokens, num_tokens)
+    llm.flush_cache()
+    alone = record(llm, prompts, expected.tokens, num_tokens, together=False)
+    del llm
+    gc.collect()
+    native_kl = kl_by_prompt(expected, theirs)
+    report.gates = [
+        error_gate("KL divergence", kl_by_prompt(expected, together), native_kl, margin, seed),
+        error_gate(
+            "NLL error", nll_by_prompt(expected, together), nll_by_prompt(expected, theirs), margin, seed
+        ),
+        invariance_gate("batch invariance", alone, together, float(native_kl.mean()), is_exact),
+        invariance_gate("prefix cache invariance", together, cached, float(native_kl.mean()), is_exact),
+    ]
+    best = [(a.argmax(1) == b.argmax(1)).mean() for a, b in zip(expected.logprobs, together.logprobs)]
+    report.same_best = float(np.mean(best))
+    return report
+
+
+def _engine(flags: dict[str, Any]) -> LLM:
+    from diptych.shared.engine.llm import LLM
+
+    return LLM(**flags)
+
+
+def _recorded(
+    flags: dict[str, Any],
+    prompts: Sequence[list[int]],
+    forced: Sequence[Sequence[int]] | None,
+    num_tokens: int,
+) -> Rows:
+    llm = _engine(flags)
+    rows = record(llm, prompts, forced, num_tokens)
+    del llm
+    gc.collect()  # the next engine needs the device's memory
+    return rows

@@ -1,0 +1,119 @@
+"""`diptych check engine`: planted faults fail the gate that names them, and honest engines pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands.check_engine import parse_spec
+from diptych.shared.tools.conformance.whole_engine.engine_gate import (
+    FLOOR,
+    Rows,
+    error_gate,
+    invariance_gate,
+    kl_by_prompt,
+    upper_end,
+)
+
+WRONG = Path(__file__).with_name("wrong_engines.py")
+FAULTS = [
+    ("ScaleOff", "float32", {"KL divergence", "NLL error"}),
+    ("ScaleOff", "bfloat16", {"KL divergence", "NLL error"}),
+    ("FewBitKeys", "bfloat16", {"KL divergence", "NLL error"}),
+    ("BiasedOutput", "bfloat16", {"KL divergence", "NLL error"}),
+    ("Neighbours", "float32", {"batch invariance"}),
+    ("Neighbours", "bfloat16", {"batch invariance"}),
+    ("LostPrefix", "float32", {"prefix cache invariance"}),
+    ("NotANumber", "float32", {"KL divergence"}),
+]
+IN_THE_FAST_CUT = ("LostPrefix", "float32")
+
+
+def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, bool]:
+    """Gate -> whether it holds."""
+    file = tmp_path / "gates.json"
+    few = ["--num-prompts", "6", "--num-tokens", "8", "--device", "cpu"]
+    result = CliRunner().invoke(
+        app, ["check", "engine", arm, "--against", against, "--json", str(file), *few, *more]
+    )
+    assert result.exit_code in (0, 1), result.output
+    gates = json.loads(file.read_text())["gates"]
+    return {gate["name"]: gate["upper"] <= gate["allowed"] for gate in gates}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gates"),
+    [
+        pytest.param(
+            *each, id=f"{each[0]}-{each[1]}", marks=[] if each[:2] == IN_THE_FAST_CUT else [pytest.mark.full]
+        )
+        for each in FAULTS
+    ],
+)
+def test_planted_faults_fail_their_gates(name: str, dtype: str, gates: set[str], tmp_path: Path) -> None:
+    found = run(f"attention={WRONG}:{name},dtype={dtype}", f"reference,dtype={dtype}", tmp_path)
+    assert gates <= {gate for gate, holds in found.items() if not holds}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("arm", "against"),
+    [
+        ("reference,dtype=bfloat16", "reference,dtype=bfloat16"),
+        ("reference,dtype=float32", "reference,dtype=bfloat16"),
+        ("reference,dtype=float32,page_size=16,chunked_prefill_size=16", "reference,dtype=float32"),
+        ("layers=optimized,sampler=optimized,dtype=bfloat16", "reference,dtype=bfloat16"),
+    ],
+)
+def test_honest_engines_pass(arm: str, against: str, seed: int, tmp_path: Path) -> None:
+    found = run(arm, against, tmp_path, "--seed", str(seed))
+    assert all(found.values()), found
+
+
+@pytest.mark.full
+def test_fewer_bits_than_the_native_format_fail(tmp_path: Path) -> None:
+    found = run("reference,dtype=bfloat16,quantization=int4", "reference,dtype=bfloat16", tmp_path)
+    assert not found["KL divergence"]
+
+
+def rows(*each: list[list[float]]) -> Rows:
+    logs = [np.log(np.array(one)) for one in each]
+    return Rows(logs, [[0] * len(one) for one in logs])
+
+
+def test_the_statistics() -> None:
+    one, other = rows([[0.5, 0.5]], [[0.9, 0.1]]), rows([[0.25, 0.75]], [[0.9, 0.1]])
+    kl = kl_by_prompt(one, other)
+    assert kl.tolist() == pytest.approx([0.5 * np.log(2) + 0.5 * np.log(2 / 3), 0.0])
+    assert np.isinf(kl_by_prompt(one, rows([[np.nan, 0.5]], [[0.9, 0.1]]))[0])
+    rng = np.random.default_rng(1)
+    native = rng.gamma(2.0, 0.01, 64)
+    assert error_gate("same", native, native, 0.25).holds
+    assert error_gate("a tenth more", native * 1.1, native, 0.25).holds
+    assert not error_gate("twice", native * 2, native, 0.25).holds
+    assert error_gate("order of sums", native * 1e-9, native * 0, 0.25).allowed == FLOOR
+    assert upper_end(np.array([1.0, np.inf])) == np.inf
+    assert upper_end(np.full(8, 0.5)) == 0.5
+    tiny = Rows([one.logprobs[0] * (1 + 1e-9), one.logprobs[1]], one.tokens)
+    assert invariance_gate("rounded", one, tiny, 1e-3, is_exact=False).holds
+    assert not invariance_gate("claimed", one, tiny, 1e-3, is_exact=True).holds
+    assert invariance_gate("claimed", one, one, 1e-3, is_exact=True).holds
+
+
+def test_a_spec_names_a_panel_components_and_flags() -> None:
+    found = parse_spec("optimized,attention=reference,dtype=bfloat16,page_size=16,model=x")
+    assert found == {
+        "panel": "optimized",
+        "use": {"attention": "reference"},
+        "dtype": "bfloat16",
+        "page_size": 16,
+        "model": "x",
+    }
+    with pytest.raises(ValueError, match="unknown flag"):
+        parse_spec("reference,nonsense=1")

@@ -1,0 +1,69 @@
+"""Planted faults of chat, tools, schemas and single tokens are found; a correct server has none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
+from diptych.shared.tools.conformance.server.oracle import Oracle
+from diptych.shared.tools.conformance.server.session import connect
+from tests.server_check.false_alarms import alarms
+from tests.server_check.faults import CHAT_CHECKS, all_faults
+from tests.server_check.faulty_proxy import Fault
+from tests.server_check.local_server import LocalServer, local_server
+from tests.server_check.tool_model.tool_folder import write_folder
+
+FAULTS = {fault.name: fault for fault in all_faults() if fault.check.startswith(CHAT_CHECKS)}
+FAST = ("one prompt token too many", "index from 1", "presence penalty ignored in chat")
+PARAMS = [
+    pytest.param(fault, id=name, marks=[] if name in FAST else [pytest.mark.full])
+    for name, fault in FAULTS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def tool_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalServer, Context]]:
+    """A server of the model that calls tools and thinks, and what --quick works with."""
+    folder = str(write_folder(tmp_path_factory.mktemp("tools")))
+    with local_server(panel="reference", model=folder) as server:
+        context = connect(server.url, folder, dtype="float32", limits=QUICK, oracle=Oracle(folder))
+        yield server, context
+        context.server.close()
+
+
+def find(server: LocalServer, context: Context, fault: Fault | None, check: str) -> list[str]:
+    """The failing checks, of one."""
+    server.proxy.plant(fault)
+    try:
+        context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
+        return list(alarms(list(run_checks(context, chosen([check])))))
+    finally:
+        server.proxy.plant(None)
+
+
+@pytest.mark.parametrize("fault", PARAMS)
+def test_the_check_of_a_fault_finds_it(tool_context: tuple[LocalServer, Context], fault: Fault) -> None:
+    assert find(*tool_context, fault, fault.check) == [fault.check]
+
+
+def offered(context: Context, names: list[str]) -> set[str]:
+    context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
+    results = list(run_checks(context, chosen(names)))
+    assert alarms(results) == {}
+    return {result.check.name for result in results if result.status in ("holds", "near tie")}
+
+
+def test_a_correct_server_has_the_right_prompts(tool_context: tuple[LocalServer, Context]) -> None:
+    names = ["prompt", "reasoning.history", "tools.without_tools", "semantics.unsupported"]
+    assert len(offered(tool_context[1], names)) == 6
+
+
+@pytest.mark.full
+def test_a_correct_server_raises_no_alarm(tool_context: tuple[LocalServer, Context]) -> None:
+    names = ["prompt", "tools", "reasoning", "schema", "seeded", "sampling.chat"]
+    found = offered(tool_context[1], names)
+    assert found == {check.name for check in chosen(names)}

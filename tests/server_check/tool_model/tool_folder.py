@@ -1,0 +1,54 @@
+"""Writes the model folder: python -m tests.server_check.tool_model.tool_folder FOLDER"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from diptych.shared.loading.model_path import ASSETS
+
+BASE = ASSETS / "tiny-dense"
+HERE = Path(__file__).parent
+ADAPTER = HERE / "adapter.safetensors"
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+FIRST_ID = 1871  # the first row of the embedding without a token
+MARKER_IDS = list(range(FIRST_ID, FIRST_ID + len(MARKERS)))
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def write_folder(folder: Path, adapter: Path = ADAPTER) -> Path:
+    """Weights of tiny-dense plus the adapter; markers are tokens that are not special, as Qwen3's."""
+    write_tokenizer(folder)
+    weights, delta = load_file(BASE / "model.safetensors"), load_file(adapter)
+    for name in {key.rpartition(".")[0] for key in delta if key != "rows"}:
+        low_rank = delta[f"{name}.b"].float() @ delta[f"{name}.a"].float()
+        weights[name] = (weights[name].float() + low_rank).to(weights[name].dtype)
+    rows = weights[EMBEDDING].clone()
+    rows[MARKER_IDS] = delta["rows"].to(rows.dtype)
+    weights[EMBEDDING] = rows
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Everything but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copy(BASE / name, folder / name)
+    tokenizer = json.loads((BASE / "tokenizer.json").read_text("utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"] += [
+        {"id": token_id, "content": text, **flags} for token_id, text in zip(MARKER_IDS, MARKERS)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    shutil.copy(HERE / "chat_template.jinja", folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(write_folder(Path(sys.argv[1])))
