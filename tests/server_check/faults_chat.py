@@ -235,7 +235,7 @@ def leaked_marker(body: Body, reply: Reply) -> None:
 
 
 async def slower(chunk: int) -> None:
-    await asyncio.sleep(0.0001 * chunk)
+    await asyncio.sleep(0.0005 * chunk)
 
 
 @fault("quadratic arguments", "Each delta of the arguments takes longer than the one before.", "tools.long")
@@ -344,9 +344,9 @@ def another_seed(body: Body) -> Body | None:
     return {"seed": body["seed"] + 1} if body.get("seed") is not None else None
 
 
-@fault("some other seeds", "One token of 15 is drawn with another seed.", "seeded.sampled")
+@fault("some other seeds", "One token of 4 is drawn with another seed.", "seeded.sampled")
 async def some_other_seeds(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    if body.get("seed") is not None and body["seed"] % 15 == 0:
+    if body.get("seed") is not None and body["seed"] % 4 == 0:
         body = {**body, "seed": body["seed"] + 1}
     return await ask(body)
 

@@ -39,9 +39,9 @@ KEYWORDS: dict[str, Any] = {
     },
     "uniqueItems": {
         "type": "array",
-        "items": {"enum": [1, 2]},
-        "minItems": 2,
-        "maxItems": 2,
+        "items": {"enum": [1, 2, 3]},
+        "minItems": 3,
+        "maxItems": 3,
         "uniqueItems": True,
     },
     "contains": {
@@ -88,7 +88,7 @@ KEYWORDS: dict[str, Any] = {
         ]
     },
     "allOf": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 9}]},
-    "not": {"enum": [1, 2, 3, 4], "not": {"enum": [1, 2]}},
+    "not": {"enum": [1, 2, 3, 4, 5, 6], "not": {"enum": [1, 2, 3, 4]}},
     "if, then": {
         **closed(["k", "v"], k={"enum": ["i"]}, v={"enum": [1, "one"]}),
         "if": {"properties": {"k": {"const": "i"}}},

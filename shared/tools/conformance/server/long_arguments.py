@@ -20,8 +20,8 @@ from diptych.shared.tools.conformance.server.tool_answers import NoCalls, demand
 LONGEST = 128 * 1024
 ITEM = "one two three four five six seven eight nine ten"
 MOST_SLOWER = 2.5
-"""Of the last quarter against the first half. Reading the text again at each token gives 3.5; attention over a
-longer text, and load, stay below."""
+"""Of the last quarter against the first half. Reading the text again at each token gives 3.5; attention over
+a longer text, and load, stay below."""
 MOST_STALLED = 20.0
 """Time of a short request beside the long one against its time alone."""
 TRIES = 3

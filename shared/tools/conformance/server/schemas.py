@@ -104,7 +104,7 @@ def keywords(context: Context) -> Iterator[Finding]:
     if (missing := no_formats(context)) is not None:
         yield missing
         return
-    num = 3 if context.limits.num_schemas < 10 else 6
+    num = 4 if context.limits.num_schemas < 10 else 6
     names = list(KEYWORDS)
     calls = [lambda name=name: judged(context, name, KEYWORDS[name], num) for name in names]
     yield from context.server.at_once(calls, context.limits.concurrency)
