@@ -1,4 +1,4 @@
-"""Margins of single tokens of this project's own engine, by number format: the figures behind GREEDY and SAMPLED.
+"""Margins of single tokens of this project's own engine, by number format, behind GREEDY and SAMPLED.
 
 python -m tests.server_check.honest_flips tiny-dense tiny-moe
 """
