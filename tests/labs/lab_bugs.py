@@ -124,11 +124,11 @@ BUGS = (
         component="scheduler",
         changes=(
             (
-                "                tree_cache.cache_unfinished_req(req)\n                continue\n",
-                "                tree_cache.cache_unfinished_req(req)\n"
-                "                if not req.output_ids:\n"
-                "                    requests.append_tokens(req, token_ids, logprobs)\n"
-                "                continue\n",
+                "                    tree_cache.cache_unfinished_req(req)\n                    continue\n",
+                "                    tree_cache.cache_unfinished_req(req)\n"
+                "                    if not req.output_ids:\n"
+                "                        requests.append_tokens(req, token_ids, logprobs)\n"
+                "                    continue\n",
             ),
         ),
         best="chunks-and-prefixes",

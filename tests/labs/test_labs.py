@@ -13,6 +13,7 @@ from diptych.shared.tools.course.labs import Lab, judge, lab_of, labs
 from tests.labs.lab_bugs import BUGS
 from tests.labs.seal import fields_of
 
+ROOT = Path(__file__).parents[2]
 SAMPLE = 7
 each_lab = pytest.mark.parametrize(
     "lab", [pytest.param(lab, id=lab.choice, marks=pytest.mark.full) for lab in labs()]
@@ -36,6 +37,14 @@ def test_the_sealed_file_is_that_of_the_bugs() -> None:
         }
         assert lab.clauses[0] == bug.best
         assert lab.scene in SCENES
+
+
+@pytest.mark.parametrize("lab", labs(), ids=lambda lab: lab.choice)
+def test_words_of_the_bug_are_in_the_reference(lab: Lab) -> None:
+    """A change of these lines is one of the lab: `lab_bugs.py`, then `python -m tests.labs.seal`."""
+    module = registry.IMPLEMENTATIONS[lab.component]["reference"].partition(":")[0]
+    source = (ROOT / (module.removeprefix("diptych.").replace(".", "/") + ".py")).read_text("utf-8")
+    assert all(source.count(before) == 1 for before, _ in lab.changes)
 
 
 def test_the_engine_of_a_lab_shows_its_symptom() -> None:
