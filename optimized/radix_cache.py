@@ -136,10 +136,10 @@ class RadixCache(interface.WatchablePrefixCache):
             self.heap.add(parent)
             self._free([leaf.value for leaf in gone])
 
-    # --8<-- [start:cache-unfinished-req]
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
+        # --8<-- [start:cache-unfinished-req]
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self._insert_of(req, key, slots)
@@ -154,8 +154,7 @@ class RadixCache(interface.WatchablePrefixCache):
         req.last_node = node
         req.cache_protected_len = len(shared)
         req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
-
-    # --8<-- [end:cache-unfinished-req]
+        # --8<-- [end:cache-unfinished-req]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         num_owned = req.cache_protected_len

@@ -122,10 +122,10 @@ class RadixCache(interface.PrefixCache):
             for leaf in reversed(list(self._nodes_from(highest))):
                 self._remove_leaf(leaf)
 
-    # --8<-- [start:cache-unfinished-req]
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
+        # --8<-- [start:cache-unfinished-req]
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
         key = RadixKey(req.key_ids[:num_filled], req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)

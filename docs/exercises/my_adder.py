@@ -57,23 +57,21 @@ class PrefillAdder(interface.PrefillAdder):
     @property
     def rem_total_tokens(self) -> int:
         """Computed at each call: locking a prefix makes it not evictable."""
-        raise NotImplementedError("TODO budgets: free and evictable tokens, minus what is reserved")
+        raise NotImplementedError("TODO budgets: what could a request get now?")
 
     def add_chunked_req(self, req: Req) -> Req | None:
         """Continue a prompt: None if this was its last chunk, else the request."""
-        raise NotImplementedError(
-            "TODO chunks: the next chunk of a started prompt, as large as budget and memory allow"
-        )
+        raise NotImplementedError("TODO chunks: how much of its prompt comes now?")
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try one waiting request: CONTINUE if it was added, NO_TOKEN without memory, WAIT if
         `_is_computed_now` (at most MAX_WAITS times in a step, counted in `num_waits`, then OTHER), OTHER if
         a budget is used up."""
-        raise NotImplementedError("TODO admission: match, check, lock, check again, `_add`")
+        raise NotImplementedError("TODO admission: what has it already, what does it need, does it fit?")
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
         """The running requests to retract for `req`, whose priority is higher by more than the gap."""
-        raise NotImplementedError("TODO preemption: the least important requests, as few as suffice, or none")
+        raise NotImplementedError("TODO preemption: who loses its memory?")
 
     def _num_free(self) -> int:
         """Tokens that are free, or become free by eviction."""
@@ -85,22 +83,20 @@ class PrefillAdder(interface.PrefillAdder):
             return False
         if len(key) < matched_len + self.min_shared_len:
             return False
-        raise NotImplementedError("TODO shared prefixes: a request of can_run_list with the same long prefix")
+        raise NotImplementedError("TODO shared prefixes: does another request compute what this one needs?")
 
     def _reservation(self, req: Req) -> int:
         return int(_clipped_max_new(req) * self.new_token_ratio)
 
     def _fits(self, req: Req, extend_len: int) -> bool:
-        raise NotImplementedError(
-            "TODO admission: extension in whole pages plus output is less than rem_total_tokens; if nothing "
-            "runs or was added, the extension in whole pages is at most rem_total_tokens"
-        )
+        """Whether the extension, in pages, and the output (`_clipped_max_new`) are below rem_total_tokens.
+        A lone request, beside which nothing runs or was added, may use all of it, and needs no room for its
+        output."""
+        raise NotImplementedError("TODO admission: a lone request may use all memory")
 
     def _truncate(self, remaining: int, limit: int | None) -> int:
-        """Tokens to compute in this step."""
-        raise NotImplementedError(
-            "TODO admission: all that remain if they fit in whole pages, else the whole pages that fit"
-        )
+        """Tokens to compute in this step, of `remaining`. The limit counts whole pages; None: no limit."""
+        raise NotImplementedError("TODO admission: where may a prompt be cut?")
 
     def _add(self, req: Req, extend_len: int) -> None:
         """The request computes `extend_len` tokens in this step. Its last chunk also reserves its output."""

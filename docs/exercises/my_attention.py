@@ -39,7 +39,7 @@ class MyAttention(interface.AttentionBackend):
 
     def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         """Once per step: everything that does not depend on the layer."""
-        raise NotImplementedError("TODO decode: rows of q, slots and visible keys of each request")
+        raise NotImplementedError("TODO decode: what does each request read?")
 
     def run(
         self,
@@ -60,7 +60,7 @@ class MyAttention(interface.AttentionBackend):
 
     def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         """q [num_queries, num_qo_heads, head_dim] -> the same shape."""
-        raise NotImplementedError("TODO decode: K and V of the slots, scores, softmax, weighted sum")
+        raise NotImplementedError("TODO decode: the formula, for the heads of one request")
 
     def _keys_and_values(
         self, layer: AttentionLayer, slots: torch.Tensor

@@ -76,47 +76,47 @@ class MyRadixCache(PrefixCache):
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """The slots of the longest cached prefix, and its deepest node."""
-        raise NotImplementedError("TODO match: walk the pages of the key; collect the slots of the path")
+        raise NotImplementedError("TODO match: what the tree has of this key")
 
     def _walk(self, pages: list[Page]) -> Node:
         """The deepest node on the path of `pages`. Sets `used` of each node on the way to the time of this
         walk, and counts a hit. A node that they leave in the middle is split first (`_split`)."""
         self.time += 1
-        raise NotImplementedError("TODO match: descend through `children` while the next page is there")
+        raise NotImplementedError("TODO match: how far can you go down?")
 
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
         """The length that was cached before, and the node that holds the last token. A new leaf has
         `priority`, and the nodes above it are raised to it."""
         if not self._pages(key):
             return InsertResult(0, self.root)
-        raise NotImplementedError("TODO insert: walk, then one new leaf for the pages that are missing")
+        raise NotImplementedError("TODO insert: what is missing below the end of the walk")
 
     def _split(self, lower: Node, count: int) -> Node:
         """Cut `lower` after `count` pages. Returns the new upper half, which is between `lower` and its
         parent."""
-        raise NotImplementedError("TODO split: a new upper node; `lower` keeps its object, number and locks")
+        raise NotImplementedError("TODO split: draw both nodes, and who holds them, before and after")
 
     def evict(self, num_tokens: int) -> int:
         """Remove leaves until `num_tokens` tokens are freed, or no leaf can go. Returns the tokens freed."""
-        raise NotImplementedError("TODO evict: the smallest unlocked leaf by `self.order`, again and again")
+        raise NotImplementedError("TODO evict: which node can go, and which goes first?")
 
     def inc_lock_ref(self, node: Node) -> None:
-        raise NotImplementedError("TODO lock: one more on each node of the path")
+        raise NotImplementedError("TODO lock: what does a request read that holds this node?")
 
     def dec_lock_ref(self, node: Node) -> None:
-        raise NotImplementedError("TODO lock: one less on each node of the path, never below zero")
+        raise NotImplementedError("TODO lock: the opposite")
 
     def discard(self, key: RadixKey, start: int) -> None:
-        raise NotImplementedError("TODO discard: the first unlocked node that begins at `start` or later")
+        raise NotImplementedError("TODO discard: what must leave the tree, and what is below it?")
 
     def cache_unfinished_req(self, req: Req) -> None:
         """The first len(req.fill_ids) tokens of the request have KV."""
-        raise NotImplementedError("TODO requests: share the whole pages, keep the partial page")
+        raise NotImplementedError("TODO requests: who owns each slot, before and after?")
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         """The request ends: all its slots go to the tree or are freed. Its fields say that it owns nothing:
         the contract lists them."""
-        raise NotImplementedError("TODO requests: insert, free the rest, unlock, free the row")
+        raise NotImplementedError("TODO requests: nothing may be left behind")
 
     # What follows is complete.
 

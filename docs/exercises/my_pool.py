@@ -34,18 +34,18 @@ class ReqToTokenPool(interface.ReqToTokenPool):
 
     def alloc(self, num_reqs: int) -> list[int] | None:
         """Rows from the front of the queue; None, without taking any, if fewer are free."""
-        raise NotImplementedError("TODO rows: count first, then take")
+        raise NotImplementedError("TODO rows: all rows, or none")
 
     def free(self, req_pool_indices: Sequence[int]) -> None:
         """A row that is not allocated is an AssertionError."""
-        raise NotImplementedError("TODO rows: back to the end of the queue")
+        raise NotImplementedError("TODO rows: a row is free or used, never both")
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
-        raise NotImplementedError("TODO rows: positions [start, start + len(slots)) of one row")
+        raise NotImplementedError("TODO rows: what a row holds from `start` on")
 
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
         """A copy, int64."""
-        raise NotImplementedError("TODO rows: positions [start, end) of one row")
+        raise NotImplementedError("TODO rows: what a row holds between two positions")
 
     def write_ragged(
         self,
@@ -96,15 +96,15 @@ class TokenToKVPool(interface.TokenToKVPool):
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """An FP8 pool holds `to_fp8(k, v, self.kv_scales[layer_id])`."""
-        raise NotImplementedError("TODO store: k and v of token i go to slot out_cache_loc[i], in self.dtype")
+        raise NotImplementedError("TODO store: the KV of new tokens, which have any slots")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
         """In all layers, as if all sources were read before any target is written."""
-        raise NotImplementedError("TODO store: copy slots to slots, in all layers")
+        raise NotImplementedError("TODO store: sources and targets may overlap")
 
     @property
     def num_bytes_per_token(self) -> int:
-        raise NotImplementedError("TODO store: bytes of K and V of one slot, over all layers")
+        raise NotImplementedError("TODO store: what one token costs")
 
 
 class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
@@ -124,25 +124,25 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def _take_pages(self, num_pages: int) -> list[int] | None:
         """Pages from the front of the queue; None, without taking any, if fewer are free."""
-        raise NotImplementedError("TODO alloc: move pages from `_free_pages` to `_used_pages`")
+        raise NotImplementedError("TODO alloc: all pages, or none")
 
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
         """Slots of whole pages. A number that is no multiple of page_size is an AssertionError."""
-        raise NotImplementedError("TODO alloc: take pages, and return their slots (`_slots_of`)")
+        raise NotImplementedError("TODO alloc: the slots of whole pages")
 
     def alloc_extend(
         self, prefix_lens: Sequence[int], seq_lens: Sequence[int], last_locs: Sequence[int]
     ) -> torch.Tensor | None:
         """Slots for requests that grow from prefix_lens[i] to seq_lens[i] tokens; last_locs[i] is the slot of
         token prefix_lens[i] - 1."""
-        raise NotImplementedError("TODO extend: fill the last page of each request, then take new pages")
+        raise NotImplementedError("TODO extend: which slots exist already, and how many pages are new?")
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         return self.alloc_extend([seq_len - 1 for seq_len in seq_lens], seq_lens, last_locs)
 
     def free(self, slots: torch.Tensor) -> None:
         """Free every page that has one of the slots. A page that is not allocated is an AssertionError."""
-        raise NotImplementedError("TODO free: move pages from `_used_pages` back to the queue")
+        raise NotImplementedError("TODO free: each page once")
 
     # What follows is complete.
 

@@ -28,7 +28,7 @@ class Sampler(contract.Sampler):
         argmax of greedy rows, `draw` for the others, -1 for bad rows, log-probabilities
         (`logprobs_of(scaled, ids, info.num_top_logprobs, info.asked_ids)`) if `info.return_logprob`.
         """
-        raise NotImplementedError("TODO greedy: the steps in this order; greedy rows take the argmax")
+        raise NotImplementedError("TODO greedy: the steps, in their order")
 
 
 def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -39,31 +39,29 @@ def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """(logits - max) / temperature: [bs, vocab_size]. Tokens that have the maximum get 0, also +inf."""
-    raise NotImplementedError("TODO greedy: subtract the maximum first, so that no temperature overflows")
+    raise NotImplementedError("TODO greedy: no temperature may overflow")
 
 
 def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
     """Scaled logits -> [bs] int64: the token with the largest log p + noise among those that filters keep.
     The noise of a token is `gumbel_noise(seeds, positions, token_ids)`; shapes broadcast."""
-    raise NotImplementedError(
-        "TODO draw: add the noise, take the argmax; filters only if `info.needs_filter`"
-    )
+    raise NotImplementedError("TODO draw: a token with its probability, whatever the batch")
 
 
 def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """repetition_penalty on tokens of prompt or output; then frequency and presence penalties."""
     if info.output_counts is None:
         return logits
-    raise NotImplementedError("TODO masks: penalties need `output_counts` and, for repetition, `prompt_mask`")
+    raise NotImplementedError("TODO masks: three penalties, each of them optional")
 
 
 def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """-inf for tokens that `vocab_mask` (32 tokens per word, low bit first) or `banned` excludes."""
     if info.vocab_mask is None and info.banned is None:
         return logits
-    raise NotImplementedError("TODO masks: unpack the bits of `vocab_mask`; `banned` is a bool tensor")
+    raise NotImplementedError("TODO masks: which tokens are not allowed?")
 
 
 def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """ordered [bs, vocab_size]: rows of `scaled`, the likeliest token first -> bool: the tokens that stay."""
-    raise NotImplementedError("TODO filters: top-k, top-p and min-p, all on the same probabilities")
+    raise NotImplementedError("TODO filters: which tokens stay?")
