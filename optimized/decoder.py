@@ -68,14 +68,16 @@ class DecoderAttention(AttentionModules):
             is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
             for norm in (RMSNorm, GemmaRMSNorm)
         )
+        rotary_emb: Any = self.rotary_emb
         # --8<-- [start:attention-forward]
-        if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
-            q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
+        if is_builtin_layer(rotary_emb, RotaryEmbedding) and rotary_emb.can_store and has_own_norms:
+            q = rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
             return attention.backend.run(q, layer, attention.plan).flatten(1)
         q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
-        q, k = self.rotary_emb(positions, q, k)
+        if rotary_emb is not None:
+            q, k = rotary_emb(positions, q, k)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
         return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
         # --8<-- [end:attention-forward]

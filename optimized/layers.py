@@ -123,6 +123,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         super().__init__(rope, head_dim, context_len)
         assert rope.rotary_dim <= head_dim
         self.rope = rope
+        self.can_store = not rope.is_interleaved  # rotate_and_store rotates the halves of a head together
         self.context_len = context_len
         self.table: torch.Tensor | None = None  # [context_len, rotary_dim], made when first used
 

@@ -51,7 +51,8 @@ class DecoderAttention(AttentionModules):
         v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary_emb(positions, q, k)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
         output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
         return self.o_proj(output.flatten(1))

@@ -1,4 +1,4 @@
-"""Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
+"""Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits. GLM-4: four norms.
 
 The rest is the decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
 most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a separate RoPE
@@ -37,4 +37,10 @@ class GemmaDecoderLayer(DecoderLayer):
 
 
 class GemmaForCausalLM(GemmaEnds, DecoderForCausalLM):
+    layer_class = GemmaDecoderLayer
+
+
+class Glm4ForCausalLM(DecoderForCausalLM):
+    """GLM-4 has the four norms, and the ends of the decoder."""
+
     layer_class = GemmaDecoderLayer

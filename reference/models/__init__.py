@@ -11,6 +11,10 @@ from diptych.shared.interfaces.model import CausalLM
 CLASSES = {
     "decoder": "diptych.reference.decoder:DecoderForCausalLM",
     "gemma": "diptych.reference.models.gemma:GemmaForCausalLM",
+    "glm4": "diptych.reference.models.gemma:Glm4ForCausalLM",
+    "granite": "diptych.reference.models.granite:GraniteForCausalLM",
+    "minimax": "diptych.reference.models.olmo:MiniMaxForCausalLM",
+    "olmo": "diptych.reference.models.olmo:OlmoForCausalLM",
     "llama4": "diptych.reference.models.llama4:Llama4ForCausalLM",
     "qwen_next": "diptych.reference.models.qwen_next:QwenNextForCausalLM",
 }

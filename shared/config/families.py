@@ -10,9 +10,18 @@ from typing import Any, Literal
 from diptych.shared.config.fields import Fields
 from diptych.shared.config.hf_linear_attention import with_linear_attention
 from diptych.shared.config.hf_llama4 import with_llama4
+from diptych.shared.config.hf_small_families import (
+    with_glm4_moe,
+    with_granite,
+    with_interleaved_rope,
+    with_minimax,
+    with_nope_layers,
+    with_plain_local_rope,
+)
 from diptych.shared.config.hf_windows import NO_WINDOWS, Windows
-from diptych.shared.config.model import ModelConfig
+from diptych.shared.config.model import ModelConfig, NormPlacement
 
+DecoderName = Literal["decoder", "gemma", "glm4", "granite", "llama4", "minimax", "olmo", "qwen_next"]
 Names = tuple[tuple[str, str], ...]
 """Parts of a checkpoint's names, and what they are in canonical names."""
 
@@ -28,7 +37,7 @@ class Family:
     """What an architecture fixes, and what it takes for a key that a config.json leaves out."""
 
     # whose forward pass: each panel has a class
-    decoder: Literal["decoder", "gemma", "llama4", "qwen_next"] = "decoder"
+    decoder: DecoderName = "decoder"
 
     # the shape of a layer
     num_key_value_heads: Literal["required", "as query heads"] = "required"
@@ -39,13 +48,14 @@ class Family:
     attention_bias: bool = False  # for a missing attention_bias
     tie_word_embeddings: bool = False
     hidden_act: tuple[str, str] = ("hidden_act", "silu")  # its key, and the value that is supported
-    moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3"] = "none"
+    moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3", "minimax"] = "none"
     mla: bool = False
 
     # norms
     qk_norm: bool = False  # of the heads of q and k
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # attention and MLP end with a norm, too
+    norms: NormPlacement = "before"
+    wide_qk_norm: bool = False
 
     # attention and positions
     rope_theta: float = 10_000.0
@@ -73,7 +83,7 @@ _GEMMA = Family(
     tie_word_embeddings=True,
     hidden_act=("hidden_activation", "gelu_pytorch_tanh"),
     norm_unit_offset=True,
-    post_norms=True,
+    norms="both",
     is_context_scaled=True,
     attn_scale=256.0,
 )
@@ -89,6 +99,22 @@ _QWEN_NEXT = Family(
     windows=Windows("other layer types"),
     names=((".shared_expert.", ".shared_experts."),),
     more=with_linear_attention,
+)
+_GLM = Family(
+    head_dim=128,
+    qkv_bias=None,
+    rotary_share=0.5,
+    fused={"gate_up_proj": FUSED["gate_up_proj"]},
+    more=with_interleaved_rope,
+)
+_OLMO = Family(
+    "olmo",
+    num_key_value_heads="as query heads",
+    qkv_bias=None,
+    o_bias=None,
+    qk_norm=True,
+    wide_qk_norm=True,
+    norms="after",
 )
 _QWEN_WINDOWS = Windows("optional, from max_window_layers")
 
@@ -149,6 +175,61 @@ FAMILIES = {
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
     "Qwen3MoeForCausalLM": Family(
         qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
+    ),
+    # no RoPE in every fourth layer
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias=None,
+        o_bias=None,
+        mlp_bias=None,
+        tie_word_embeddings=True,
+        rope_theta=2_000_000.0,
+        windows=Windows("optional, all layers"),
+        more=with_nope_layers,
+    ),
+    # half of each head rotates, neighbouring dimensions together
+    "GlmForCausalLM": _GLM,
+    # the same with four norms a layer
+    "Glm4ForCausalLM": replace(
+        _GLM,
+        decoder="glm4",
+        norms="both",
+        names=(
+            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+            (".post_self_attn_layernorm.", ".post_attention_layernorm."),
+            (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+        ),
+    ),
+    # dense first layers, then DeepSeek-V3's experts; half of each head rotates, its halves together
+    "Glm4MoeForCausalLM": Family(qkv_bias=None, rotary_share=0.5, moe="deepseek-v3", more=with_glm4_moe),
+    # factors of the embeddings, of what a layer adds, and of the logits
+    "GraniteForCausalLM": Family(
+        "granite",
+        num_key_value_heads="as query heads",
+        qkv_bias=None,
+        o_bias=None,
+        mlp_bias=None,
+        more=with_granite,
+    ),
+    # norms behind attention and MLP, and none before; one norm over all heads of q, and one over those of k
+    "Olmo2ForCausalLM": _OLMO,
+    # windows in three layers of four, where RoPE is not scaled
+    "Olmo3ForCausalLM": replace(
+        _OLMO,
+        rope_theta=500_000.0,
+        local_rope_theta=500_000.0,
+        windows=Windows("all but every nth", default=4096, every=4),
+        more=with_plain_local_rope,
+    ),
+    # one norm over all heads of q, and one over those of k; experts chosen by a sigmoid and a bias
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax",
+        head_dim=128,
+        qk_norm=True,
+        wide_qk_norm=True,
+        rope_theta=5_000_000.0,
+        moe="minimax",
+        names=((".block_sparse_moe.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+        more=with_minimax,
     ),
     # gated DeltaNet in three layers of four, gated attention in the fourth; MoE with a shared expert
     "Qwen3NextForCausalLM": replace(_QWEN_NEXT, moe="qwen3", fused=GROUPED),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from diptych.shared.config.model import HiddenAct, MLAConfig, ModelConfig, MoECo
 from diptych.shared.config.quant_config import QuantConfig
 
 HIDDEN_ACTS: dict[str, HiddenAct] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+DEEPSEEK_MOE = ("deepseek-v2", "deepseek-v3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,7 +101,8 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         qk_norm=family.qk_norm,
         attn_sinks=family.attn_sinks,
         norm_unit_offset=family.norm_unit_offset,
-        post_norms=family.post_norms,
+        norms=family.norms,
+        wide_qk_norm=family.wide_qk_norm,
         attn_scale=_attn_scale(fields, family),
         local_rope=local_rope,
         sliding_windows=sliding_windows(fields, family.windows, num_hidden_layers),
@@ -108,7 +111,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         moe=moe,
         moe_layers=_moe_layers(fields, family, num_hidden_layers) if moe else frozenset(),
         mla=mla,
-        num_nextn_layers=num_nextn_layers(fields) if family.mla else 0,
+        num_nextn_layers=num_nextn_layers(fields) if family.moe in DEEPSEEK_MOE else 0,
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
         quantization=_quantization(fields),
@@ -138,13 +141,16 @@ def read_json(path: Path) -> Any:
 
 def _architecture(fields: Fields) -> tuple[str, int]:
     """A name of FAMILIES, and the number of labels of a reward model: a ...ForSequenceClassification."""
-    supported = f"supported are {', '.join((*FAMILIES, *TEXT_MODELS))}"
-    names = fields.raw("architectures", f"a list with one name; {supported}")
+    names = fields.raw("architectures", "a list with one name")
     name = only_name(names).replace("ForSequenceClassification", "ForCausalLM")
     if name in FAMILIES:
         labels = fields.raw("id2label", "a mapping of labels", default={0: "", 1: ""})
         return name, len(labels) if name != only_name(names) else 0
-    raise ValueError(f"{fields.where}: architectures is {names!r:.80}; {supported}")
+    nearest = get_close_matches(name, (*FAMILIES, *TEXT_MODELS), 1, 0.0)[0]
+    raise ValueError(
+        f"{fields.where}: architectures is {names!r:.80}, which is not supported; the nearest is {nearest}. "
+        f"docs/models.md lists all, and says how to add one"
+    )
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -218,7 +224,7 @@ def _head_dim(fields: Fields, family: Family) -> int:
 def _moe(fields: Fields, family: Family) -> MoEConfig | None:
     if family.moe == "none":
         return None
-    if family.moe in ("deepseek-v2", "deepseek-v3"):
+    if family.moe in DEEPSEEK_MOE:
         return parse_deepseek_moe(fields, family.moe)
     # transformers 5 writes num_local_experts for every family; 4 wrote Qwen's as num_experts.
     key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
@@ -238,15 +244,16 @@ def _moe(fields: Fields, family: Family) -> MoEConfig | None:
         num_experts_per_tok=num_experts_per_tok,
         intermediate_size=fields.integer("moe_intermediate_size" if is_qwen else "intermediate_size"),
         norm_topk_prob=fields.boolean("norm_topk_prob", default=False) if is_qwen else True,
+        routing="biased-grouped" if family.moe == "minimax" else "softmax",
         bias=is_gpt_oss,
         swiglu_limit=fields.number("swiglu_limit", default=7.0) if is_gpt_oss else 0.0,
     )
 
 
 def _moe_layers(fields: Fields, family: Family, num_hidden_layers: int) -> frozenset[int]:
-    if family.moe in ("mixtral", "gpt-oss"):
+    if family.moe in ("mixtral", "gpt-oss", "minimax"):
         return frozenset(range(num_hidden_layers))
-    if family.mla:
+    if family.moe in DEEPSEEK_MOE:
         return deepseek_moe_layers(fields, num_hidden_layers)
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.integers("mlp_only_layers")

@@ -11,6 +11,8 @@ from diptych.shared.config.quant_config import QuantConfig
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 HiddenAct = Literal["silu", "gelu_tanh"]
+NormPlacement = Literal["before", "both", "after"]
+"""Of the norms of attention and of the MLP."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,15 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norm_unit_offset: bool = False  # Gemma: norms multiply by 1 + weight
-    post_norms: bool = False  # Gemma: attention and MLP end with a norm, too
+    norms: NormPlacement = "before"  # Gemma, GLM-4: attention and MLP end with a norm, too; OLMo: only so
+    wide_qk_norm: bool = False  # with qk_norm: one norm over all heads, and not one for each
+    embed_scale: float = 1.0  # Granite: times the embeddings,
+    residual_scale: float = 1.0  # times what attention and the MLP add,
+    logits_scale: float = 1.0  # and times the logits
     attn_scale: float | None = None  # multiplies q·k; None: head_dim ** -0.5
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; None: rope
-    nope_layers: frozenset[int] = field(default_factory=frozenset)  # Llama-4: layers without RoPE
-    attn_temperature: AttnTemperature | None = None  # of these layers
+    nope_layers: frozenset[int] = field(default_factory=frozenset)  # layers without RoPE
+    attn_temperature: AttnTemperature | None = None  # Llama-4: of these layers
     qk_l2_norm: bool = False  # Llama-4: after RoPE, heads of q and k get a norm without a weight
     attention_chunks: tuple[int, ...] = ()  # per layer: a token sees its chunk of so many positions; 0: all
     sliding_windows: tuple[int, ...] = ()  # per layer, previous tokens visible (HF window - 1); -1: all
@@ -184,6 +190,16 @@ class ModelConfig:
             )
         if self.moe_layers and self.moe is None:
             raise ValueError(f"moe_layers names {len(self.moe_layers)} layers, but there is no MoE config")
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """Names of a layer's norms of the hidden size, in the order in which it uses them."""
+        after = ("post_attention_layernorm", "post_feedforward_layernorm")
+        if self.norms == "after":
+            return after
+        if self.norms == "both":
+            return "input_layernorm", after[0], "pre_feedforward_layernorm", after[1]
+        return "input_layernorm", "post_attention_layernorm"
 
     @property
     def num_kv_layers(self) -> int:

@@ -214,8 +214,9 @@ class _Shapes(dict[str, tuple[int, ...]]):
             self.linear(f"{name}.k_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
             self.linear(f"{name}.v_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
         if config.qk_norm:
-            self[f"{name}.q_norm.weight"] = (head_dim,)
-            self[f"{name}.k_norm.weight"] = (head_dim,)
+            is_wide = config.wide_qk_norm
+            self[f"{name}.q_norm.weight"] = (head_dim * (config.num_qo_heads if is_wide else 1),)
+            self[f"{name}.k_norm.weight"] = (head_dim * (config.num_kv_heads if is_wide else 1),)
         self.linear(f"{name}.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias)
         if config.attn_sinks:
             self[f"{name}.sinks"] = (config.num_qo_heads,)
@@ -251,15 +252,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["model.embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     for layer_id in range(config.num_hidden_layers):
         layer = f"model.layers.{layer_id}"
-        shapes[f"{layer}.input_layernorm.weight"] = (config.hidden_size,)
         if config.linear_attention is not None and layer_id in config.linear_layers:
             shapes.linear_attention(f"{layer}.linear_attn", config.linear_attention)
         else:
             shapes.attention(f"{layer}.self_attn")
-        norms = ["post_attention_layernorm"]
-        if config.post_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes |= {f"{layer}.{norm}.weight": (config.hidden_size,) for norm in norms}
+        shapes |= {f"{layer}.{norm}.weight": (config.hidden_size,) for norm in config.layer_norms}
         if config.moe is not None and layer_id in config.moe_layers:
             shapes.experts(f"{layer}.mlp", config.moe)
         else:

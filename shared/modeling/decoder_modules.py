@@ -30,8 +30,9 @@ class AttentionModules(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = norm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = norm(config.head_dim, config.rms_norm_eps)
+            num_q, num_k = (config.num_qo_heads, config.num_kv_heads) if config.wide_qk_norm else (1, 1)
+            self.q_norm = norm(num_q * config.head_dim, config.rms_norm_eps)
+            self.k_norm = norm(num_k * config.head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
         self.layer = AttentionLayer(
             layer_id=config.layer_of_kind(layer_id),
@@ -49,8 +50,8 @@ class AttentionModules(nn.Module):
 
 
 class LayerModules(nn.Module):
-    """Attention, MLP or MoE, and the norms around them. With post_norms (Gemma) attention and MLP each have a
-    norm before and one after: `post_attention_layernorm` is then the norm after attention."""
+    """Attention, MLP or MoE, and the norms around them. Where norms follow attention and MLP (Gemma),
+    `post_attention_layernorm` is the one after attention. Otherwise it is the one before the MLP."""
 
     attention_class: type[nn.Module]
     mla_class: type[nn.Module]
@@ -71,17 +72,14 @@ class LayerModules(nn.Module):
         self.is_last = layer_id == config.num_hidden_layers - 1
         norm, sizes = norm_class(config, layers), (config.hidden_size, config.rms_norm_eps)
         attention = self.attention_class if config.mla is None else self.mla_class
-        self.input_layernorm = norm(*sizes)
+        for name in config.layer_norms:
+            setattr(self, name, norm(*sizes))
         self.self_attn: Any = None
         self.linear_attn: Any = None
         if layer_id in config.linear_layers:
             self.linear_attn = self.linear_attention_class(config, layer_id)
         else:
             self.self_attn = attention(config, layer_id, layers, rotary_emb)
-        self.post_attention_layernorm = norm(*sizes)
-        if config.post_norms:
-            self.pre_feedforward_layernorm = norm(*sizes)
-            self.post_feedforward_layernorm = norm(*sizes)
         self.mlp: Any
         if config.moe is not None and layer_id in config.moe_layers:
             self.mlp = moe(config.moe, config.hidden_size)

@@ -21,7 +21,7 @@ class EmbeddingAsStored:
 
     def __init__(self, config, layers, moe):
         super().__init__(config, layers, moe)
-        if config.post_norms:
+        if config.norms == "both":
             self.embed = self.model.embed_tokens.forward
 
 

@@ -1,0 +1,30 @@
+"""Granite: factors of the embeddings, of what attention and MLP add, and of the logits."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.reference.decoder import DecoderForCausalLM, DecoderLayer
+from diptych.shared.interfaces.attention import BatchAttention
+
+
+class GraniteDecoderLayer(DecoderLayer):
+    def __init__(self, config, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(config, *args, **kwargs)
+        self.scale = config.residual_scale
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        heads = self.self_attn(self.input_layernorm(x), positions, attention)
+        x = x + self.scale * self.tp.all_reduce(heads)
+        hidden = self.mlp(self.post_attention_layernorm(x))
+        return x + self.scale * self.tp.all_reduce(hidden)
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    layer_class = GraniteDecoderLayer
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.config.embed_scale
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states) * self.config.logits_scale

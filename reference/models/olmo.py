@@ -1,0 +1,51 @@
+"""OLMo-2 and OLMo-3: norms behind attention and MLP, and none before. MiniMax-M2 has their attention alone.
+
+In both, q and k have one norm over all heads, and not one for each head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diptych.reference.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
+from diptych.shared.interfaces.attention import BatchAttention
+
+
+class WideNormAttention(DecoderAttention):
+    # --8<-- [start:wide-norm]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        layer = self.layer
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q = self.q_norm(self.q_proj(x)).view(-1, layer.num_qo_heads, layer.head_dim)
+        k = self.k_norm(self.k_proj(x)).view(-1, layer.num_kv_heads, layer.head_dim)
+        v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
+        q, k = self.rotary_emb(positions, q, k)
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
+        output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
+        return self.o_proj(output.flatten(1))
+        # --8<-- [end:wide-norm]
+
+
+class OlmoDecoderLayer(DecoderLayer):
+    attention_class: Any = WideNormAttention
+
+    # --8<-- [start:norms-after]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(x, positions, attention))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+        # --8<-- [end:norms-after]
+
+
+class OlmoForCausalLM(DecoderForCausalLM):
+    layer_class = OlmoDecoderLayer
+
+
+class MiniMaxDecoderLayer(DecoderLayer):
+    attention_class: Any = WideNormAttention
+
+
+class MiniMaxForCausalLM(DecoderForCausalLM):
+    layer_class = MiniMaxDecoderLayer
