@@ -66,7 +66,6 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
     attention_bias = fields.boolean("attention_bias", default=family.attention_bias)
-    mlp_bias = fields.boolean("mlp_bias", default=False)
     num_hidden_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields) if family.mla else None
     head_dim, num_kv_heads, rope = _heads(fields, family, mla)
@@ -97,7 +96,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         hidden_act=_hidden_act(fields, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        mlp_bias=fields.boolean("mlp_bias", default=False) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         attn_sinks=family.attn_sinks,
         norm_unit_offset=family.norm_unit_offset,
