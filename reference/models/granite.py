@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.reference.decoder import DecoderForCausalLM, DecoderLayer
+from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 
 
 class GraniteDecoderLayer(DecoderLayer):
-    def __init__(self, config, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        super().__init__(config, *args)
         self.scale = config.residual_scale
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:

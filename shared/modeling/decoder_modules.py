@@ -57,6 +57,10 @@ class LayerModules(nn.Module):
     mla_class: type[nn.Module]
     mlp_class: type[nn.Module]
     linear_attention_class: type[nn.Module]  # of families that have it
+    input_layernorm: RMSNorm  # those of `ModelConfig.layer_norms`
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
 
     def __init__(
         self,
