@@ -74,7 +74,7 @@ class DecoderLayer(LayerModules):
 
 
 class DecoderForCausalLM(CausalLMModules):
-    layer_class = DecoderLayer
+    layer_class: type[LayerModules] = DecoderLayer
     linear_class = Linear
 
     def forward(

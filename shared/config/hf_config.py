@@ -223,7 +223,7 @@ def _head_dim(fields: Fields, family: Family) -> int:
 def _moe(fields: Fields, family: Family) -> MoEConfig | None:
     if family.moe == "none":
         return None
-    if family.moe in DEEPSEEK_MOE:
+    if family.moe == "deepseek-v2" or family.moe == "deepseek-v3":
         return parse_deepseek_moe(fields, family.moe)
     # transformers 5 writes num_local_experts for every family; 4 wrote Qwen's as num_experts.
     key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
