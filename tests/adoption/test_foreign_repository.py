@@ -18,9 +18,9 @@ from tests.conformance.test_github_action import BUG, EXAMPLE, ROOT, STEPS, envi
 NORM = """
 import torch
 
-def norm(x, weight):
+def norm(x, shape, weight, eps):
     y = x.float()
-    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()).to(x.dtype)
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 """
 CHECKS = [Checked("a.one", "One holds.", [], "server"), Checked("a.two", "Two holds.", ["what: x"], "server")]
 
@@ -88,7 +88,7 @@ def test_the_plugin_is_found_by_its_entry_point(site: Path, repository: Path) ->
 @pytest.mark.full
 def test_a_kernel_and_an_engine_are_checked(site: Path, repository: Path) -> None:
     (repository / "norm.py").write_text(NORM)
-    (repository / "wrong.py").write_text(NORM.replace(" + 1e-5", ""))
+    (repository / "wrong.py").write_text(NORM.replace(" + eps", ""))
     for name, status in (("norm", 0), ("wrong", 1)):
         done = run(
             [sys.executable, "-m", "diptych", "check", "kernel", f"{name}.py:norm", "--like", "rms_norm"],

@@ -60,6 +60,16 @@ def test_single_clauses(diptych: Diptych) -> None:
     assert "all 3 clauses hold" in result.stdout
 
 
+def test_list_without_a_component_fits_a_screen(diptych: Diptych) -> None:
+    result = diptych("check", "--list")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    assert all(re.search(rf"\b{name} \d", result.output) for name in CONTRACTS)
+    assert all(f"check {name}" in result.output for name in ("kernel", "server", "engine"))
+
+
 @pytest.mark.parametrize("component", CONTRACTS)
 def test_list_shows_the_sentences(diptych: Diptych, component: str) -> None:
     result = diptych("check", component, "--list")

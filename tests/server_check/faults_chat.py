@@ -235,7 +235,7 @@ def leaked_marker(body: Body, reply: Reply) -> None:
 
 
 async def slower(chunk: int) -> None:
-    await asyncio.sleep(0.0005 * chunk)
+    await asyncio.sleep(0.0002 * chunk)
 
 
 @fault("quadratic arguments", "Each delta of the arguments takes longer than the one before.", "tools.long")

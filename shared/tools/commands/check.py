@@ -108,6 +108,9 @@ def check(
             raise ValueError("--stage takes one file, and of the options only --no-shrink and --time-limit")
         _check_stage(stage, component, shrink, time_limit)
         return
+    if component is None and list_clauses:
+        print_components()
+        return
     if component is None:
         raise ValueError(f"name a component ({', '.join(suite.CONTRACTS)}) or a --stage of the course")
     clauses = chosen_clauses(contract_of(component), clause or [])
@@ -202,6 +205,27 @@ def _with_progress(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]
         for verdict in verdicts:
             progress.update(task, advance=1, description=verdict.clause.name)
             yield verdict
+
+
+def print_components() -> None:
+    """What can be checked, on one screen."""
+    from diptych.shared.tools.conformance.clauses import suite
+    from diptych.shared.tools.conformance.clauses.contract_versions import versions_of
+
+    names = list(suite.CONTRACTS)
+    print("diptych check COMPONENT TARGET: components with the versions of their contracts")
+    width = max(map(len, names)) + 8
+    cells = [f"{name} {versions_of(name)[-1]}".ljust(width) for name in sorted(names)]
+    for start in range(0, len(cells), 3):
+        print(("  " + "".join(cells[start : start + 3])).rstrip())
+    for line in (
+        "diptych check COMPONENT --list: its clauses",
+        "diptych check kernel FILE.py:NAME --like OPERATION: a bare function; kernel --list names operations",
+        "diptych check server URL --model MODEL: a server with OpenAI's API",
+        "diptych check engine A --against B: kernels and number formats of a whole engine",
+        "diptych check --stage NN FILE.py: an exercise of the course",
+    ):
+        print(line)
 
 
 def print_clauses(clauses: list[Clause]) -> None:
