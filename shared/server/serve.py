@@ -70,7 +70,7 @@ async def run_server(
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready, dialect))
             state.adapters.update(config.lora_paths)
             state.metrics.tracer = tracer
-            server = _Server(server_config(create_app(state), lifespan="off"))
+            server = _Server(server_config(create_app(state), settings.write_timeout, lifespan="off"))
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)

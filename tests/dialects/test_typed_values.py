@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from diptych.shared.dialects.parts.answer_parser import AnswerParser
+from diptych.shared.dialects.parts.choose import tool_parsers
 from diptych.shared.dialects.parts.typed_values import as_json, types_of
 from diptych.shared.dialects.qwen3_coder import Qwen3Coder
 from diptych.shared.tools.conformance.oracles.read_answers import read
@@ -97,3 +100,19 @@ def test_a_long_value_is_read_alike_in_pieces(value: str) -> None:
     for size in (len(text), 1, 1000):
         parts = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(Qwen3Coder(), parts, tools).calls == [("f", f'{{"a": {expected}}}')]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": "{\\"a\\": \\"\\ud800\\"}", "name": "f"}\n</tool_call>'),
+        ("pythonic", "[f(a='\\ud800', b={'\\ud800': 1})]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "id": "\\udfff", "arguments": {}}]'),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(name: str, text: str) -> None:
+    parser = AnswerParser(tool_parsers()[name](), {"f": True}, "closed")
+    events = [*parser.feed(text), *parser.finish()]
+    assert parser.num_calls == 1
+    json.dumps(events, ensure_ascii=False).encode()

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from diptych.shared.server.http.bodies import BodyLimit
-from diptych.shared.server.http.connections import listen, server_config
+from diptych.shared.server.http.connections import EventStream, listen, server_config
 from diptych.shared.server.http.limits import raise_file_limit
 from diptych.shared.server.http.request_log import Sparse
 from tests.server.running import ROOT
@@ -114,6 +114,43 @@ def test_bodies_have_a_deadline() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_does_not_read_is_dropped(is_stream: bool) -> None:
+    """Also in the middle of an answer that is written as a whole."""
+    ends: list[str] = []
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"a" * 2**16
+            finally:
+                ends.append("source")
+
+        source = pieces()
+        answer = EventStream(source, source) if is_stream else PlainTextResponse(b"a" * 2**26)
+        await answer(scope, receive, send)
+        ends.append("answer")
+
+    async def play() -> None:
+        async with running(large, write_seconds=0.3) as port:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(GET)
+            for _ in range(3000):
+                if "answer" in ends:
+                    break
+                await asyncio.sleep(0.01)
+            received = 0
+            with contextlib.suppress(ConnectionError):
+                while piece := await asyncio.to_thread(connection.recv, 2**20):
+                    received += len(piece)
+            connection.close()
+            assert received < 2**26
+
+    asyncio.run(play())
+    assert ends == (["source", "answer"] if is_stream else ["answer"])
+
+
 def test_too_many_connections_are_refused_and_others_served() -> None:
     async def play() -> None:
         async with running(PlainTextResponse("ok"), max_connections=20, header_seconds=60) as port:
@@ -134,7 +171,7 @@ SERVER = """
 import resource, sys, uvicorn
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
 from starlette.responses import PlainTextResponse
-from diptych.shared.server.http.connections import listen, server_config
+from diptych.shared.server.http.connections import EventStream, listen, server_config
 from diptych.shared.server.http.request_log import log_sparsely
 log_sparsely()
 listener = listen("127.0.0.1", 0)

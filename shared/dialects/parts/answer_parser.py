@@ -337,6 +337,12 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _event(key: tuple[Any, ...], text: str) -> Piece | ToolDelta:
+    text = _whole(text)
     if key[0] == "call":
-        return ToolDelta(key[1], "", key[2], key[3])
+        return ToolDelta(key[1], "", _whole(key[2]), _whole(key[3]))
     return ToolDelta(key[1], text) if key[0] == "arguments" else Piece(key[0], text)
+
+
+def _whole(text: str) -> str:
+    """Half of a surrogate pair, which a model can write as an escape, is no text that UTF-8 has."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

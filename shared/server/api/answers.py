@@ -44,8 +44,7 @@ async def respond(
     generation.belong_to(caller_of(request))
     if is_stream:
         first = await until_disconnect(request, anext(chunks))
-        timeout = request.app.state.server.settings.write_timeout
-        return EventStream(write(_chain(first, chunks)), chunks, timeout)
+        return EventStream(write(_chain(first, chunks)), chunks)
     whole = await until_disconnect(request, _collect(chunks))
     return JSONResponse(fold(whole, generation.usage))
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from diptych.shared.server.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -13,8 +15,14 @@ DONE = b"data: [DONE]\n\n"
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One event. Everything beyond ASCII is escaped: clients split at Unicode's line ends as well."""
-    head = f"event: {name}\n" if name is not None else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=True, separators=(',', ':'))}\n\n".encode()
+    head = f"event: {name}\n".encode() if name is not None else b""
+    return b"%bdata: %b\n\n" % (head, _json(data))
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    """msgspec takes an eighth of the time that `json` does, but escapes nothing."""
+    found = msgspec.json.encode(data)
+    return found if found.isascii() else json.dumps(data, separators=(",", ":")).encode()
 
 
 async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

@@ -21,7 +21,7 @@ from diptych.shared.server.engine.engine_client import EngineClient
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.server.http.access import Keys
 from diptych.shared.server.http.errors import ApiError, bad_request
-from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES
+from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_IMAGE_BYTES, WRITE_SECONDS
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.types import SamplingParams
 
@@ -47,7 +47,7 @@ class ServerSettings:
     max_image_bytes: int = MAX_IMAGE_BYTES  # in addition, where the model takes images
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429
     drain_seconds: float = 30.0  # after SIGTERM, for running requests to end
-    write_timeout: float = 60.0  # seconds that one write to a slow reader may take
+    write_timeout: float = WRITE_SECONDS  # seconds that one write to a slow reader may take
     heartbeat_timeout: float = 60.0  # seconds without a heartbeat until /health fails
     log_requests: bool = False  # a line for each answer, on stderr
 

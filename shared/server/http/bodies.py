@@ -156,13 +156,18 @@ class _Validated(Request):
 
 async def _validated(adapter: TypeAdapter[Any], content: bytes) -> Any:
     if len(content) <= INLINE_BYTES:
-        return read_body(adapter, content)
+        return read_body(adapter, content, json.loads)
     return await asyncio.get_running_loop().run_in_executor(_THREAD, _read_long_body, adapter, content)
 
 
 def _read_long_body(adapter: TypeAdapter[Any], content: bytes) -> Any:
     check_size(content)
-    return read_body(adapter, content)
+    return read_body(adapter, content, _loads_with_pauses)
+
+
+def _loads_with_pauses(content: bytes) -> Any:
+    """Python calls, at which a thread lets others run: a list of numbers would be read without a pause."""
+    return json.loads(content, parse_int=lambda text: int(text), parse_float=lambda text: float(text))
 
 
 def check_size(content: bytes) -> None:
@@ -189,11 +194,10 @@ def count_marks(content: bytes, piece: int = INLINE_BYTES) -> Counter[bytes]:
     return counts
 
 
-def read_body(adapter: TypeAdapter[Any], content: bytes) -> Any:
+def read_body(adapter: TypeAdapter[Any], content: bytes, loads: Callable[[bytes], Any]) -> Any:
     """The model of a body. Raises `ApiError` 400."""
     try:
-        # Python calls, at which a thread lets others run: a list of numbers would be read without a pause.
-        value = json.loads(content, parse_int=lambda text: int(text), parse_float=lambda text: float(text))
+        value = loads(content)
     except (ValueError, RecursionError):
         raise bad_request("the body is not valid JSON") from None
     try:

@@ -8,16 +8,20 @@ import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-import anyio
 import h11
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from diptych.shared.server.http.errors import ApiError
-from diptych.shared.server.http.limits import HEADER_SECONDS, MAX_CONNECTIONS, raise_file_limit
+from diptych.shared.server.http.limits import (
+    HEADER_SECONDS,
+    MAX_CONNECTIONS,
+    WRITE_SECONDS,
+    raise_file_limit,
+)
 
 _T = TypeVar("_T")
 
@@ -40,12 +44,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's connection, which ends when its request has no complete headers after HEADER_SECONDS, and at
-    once when there are too many."""
+    """uvicorn's connection, which ends when its request has no complete headers after HEADER_SECONDS, when a
+    write waits for the client for WRITE_SECONDS, and at once when there are too many."""
 
     max_connections = MAX_CONNECTIONS
     header_seconds = HEADER_SECONDS
+    write_seconds = WRITE_SECONDS
     _deadline: asyncio.TimerHandle | None = None
+    _write_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -70,8 +76,19 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             super().send_400_response(msg)
         self.transport.close()
 
+    def pause_writing(self) -> None:
+        """The client does not read, and the buffer is full. Only then is there a timer: most pieces of an
+        answer wait for nothing."""
+        super().pause_writing()
+        self._write_deadline = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unwatch_write()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._unwatch_write()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -83,14 +100,19 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._deadline.cancel()
             self._deadline = None
 
+    def _unwatch_write(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
-def server_config(app: Any, **more: Any) -> uvicorn.Config:
+
+def server_config(app: Any, write_seconds: float = WRITE_SECONDS, **more: Any) -> uvicorn.Config:
     """uvicorn's settings. Headers in which a proxy names the client are not believed: clients can send them.
 
     asyncio accepts `backlog` connections at a time, before one of them is refused. The limits leave files for
     everything else: a server without files can neither answer nor log."""
     num_files = raise_file_limit()
-    limits = {"max_connections": min(MAX_CONNECTIONS, num_files // 2)}
+    limits = {"max_connections": min(MAX_CONNECTIONS, num_files // 2), "write_seconds": write_seconds}
     return uvicorn.Config(
         app,
         http=type("Protocol", (BoundedProtocol,), limits),
@@ -104,26 +126,16 @@ def server_config(app: Any, **more: Any) -> uvicorn.Config:
 
 
 class EventStream(StreamingResponse):
-    """Closes the source of its events when the client leaves or does not read for `write_timeout` seconds:
-    what runs for it in the engine is aborted."""
+    """Closes the source of its events when the client has left: what runs for it in the engine is aborted."""
 
-    def __init__(
-        self, content: AsyncIterator[bytes], source: AsyncIterator[Any], write_timeout: float
-    ) -> None:
+    def __init__(self, content: AsyncIterator[bytes], source: AsyncIterator[Any]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._source = source
-        self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def bounded_send(message: Message) -> None:
-            with anyio.fail_after(self._write_timeout):  # without a task for each piece
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, bounded_send)
-        except TimeoutError:
-            pass  # the connection is closed without an end of the stream
+            await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()  # type: ignore[attr-defined]
 

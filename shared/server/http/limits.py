@@ -41,6 +41,8 @@ HEADER_SECONDS = 15.0
 """From the opening of a connection, or the first byte of a later request, until its headers are there."""
 BODY_SECONDS = 120.0
 """For a body to arrive."""
+WRITE_SECONDS = 60.0
+"""For a client to read, once the buffer of its connection is full."""
 WANTED_FILES = 65_536
 """Open files that the server asks the system for: each connection is one."""
 MAX_CONNECTIONS = 16_384
