@@ -37,6 +37,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
     "families": tables.families,
+    "calculator": tables.calculator,
     "dialects": dialects.dialect_table,
     "draft-shapes": tables.draft_shapes,
     "labs": commands.labs_table,

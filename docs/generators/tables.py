@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
@@ -164,3 +166,34 @@ def draft_shapes() -> str:
 
     head = ["Algorithm", *(f"`--speculative-{name}`" for name in ("num-steps", "topk", "num-draft-tokens"))]
     return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")
+
+
+def calculator() -> str:
+    """The data of docs/javascripts/calculator.js: known shapes in three precisions, and cards."""
+    import torch
+
+    from diptych.shared.config import EngineConfig
+    from diptych.shared.config.hf_config import read_config
+    from diptych.shared.loading.model_path import ASSETS
+    from diptych.shared.loading.quantize import with_quantization
+    from diptych.shared.tools.bench.size import CARDS, OVERHEAD, formula_of
+
+    config, models = EngineConfig(), {}
+    for path in sorted((ASSETS / "configs").iterdir()):
+        if "eagle" in path.name:
+            continue
+        model = read_config(path)
+        precisions = {"as it is": (model, model.dtype)}
+        if model.quantization is None:
+            fp8 = with_quantization(model, "fp8")
+            precisions["FP8 weights"] = (fp8, model.dtype)
+            precisions["FP8 weights and KV"] = (fp8, torch.float8_e4m3fn)
+        models[path.name] = {
+            name: asdict(formula_of(each, config, model.dtype, kv_dtype))
+            for name, (each, kv_dtype) in precisions.items()
+        }
+    cards = {name: {"memory": each.memory, **asdict(each.ceilings)} for name, each in CARDS.items()}
+    limits = {"mem_fraction_static": config.mem_fraction_static, "overhead": OVERHEAD}
+    limits["max_running_requests"] = config.max_running_requests
+    data = json.dumps({"models": models, "cards": cards, "config": limits}, separators=(",", ":"))
+    return f'<script type="application/json" id="calculator-data">{data}</script>'

@@ -168,13 +168,18 @@ def _budget(config: EngineConfig, free: int, total: int, reserved: int) -> tuple
         available = psutil.virtual_memory().available
         budget = int(available * CPU_MEMORY_FRACTION)
         return budget, f"{CPU_MEMORY_FRACTION:.0%} of the {available / GIB:.1f} GiB available are for it"
-    by_fraction = int(free - total * (1.0 - config.mem_fraction_static))
+    budget = pool_budget(config.mem_fraction_static, free, total, reserved)
     found = f"of {total / GIB:.1f} GiB on the GPU {free / GIB:.1f} are free, and "
-    if by_fraction <= free - reserved:
-        leaves = f"mem_fraction_static ({config.mem_fraction_static}) leaves {max(by_fraction, 0) / GIB:.1f}"
-        return by_fraction, f"{found}{leaves} for it"
-    leaves = f"steps need {reserved / GIB:.1f}, which leaves {max(free - reserved, 0) / GIB:.1f}"
-    return free - reserved, f"{found}{leaves} for it"
+    if budget < free - reserved:
+        leaves = f"mem_fraction_static ({config.mem_fraction_static}) leaves {max(budget, 0) / GIB:.1f}"
+    else:
+        leaves = f"steps need {reserved / GIB:.1f}, which leaves {max(budget, 0) / GIB:.1f}"
+    return budget, f"{found}{leaves} for it"
+
+
+def pool_budget(mem_fraction_static: float, free: int, total: int, reserved: int) -> int:
+    """Bytes for the pool on a GPU of `total` bytes: what the fraction leaves, or steps, if they need more."""
+    return min(int(free - total * (1.0 - mem_fraction_static)), free - reserved)
 
 
 def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> dict[str, int]:

@@ -21,6 +21,7 @@ from diptych.shared.tools.commands import (
     quantize,
     route,
     serve,
+    size,
     soak,
     tune,
     warm,
@@ -58,6 +59,7 @@ app.command("diff")(diff.diff)
 app.command("eval")(evaluate.evaluate)
 app.command("quantize")(quantize.quantize)
 app.command("convert")(convert.convert)
+app.command("size")(size.size)
 app.command("soak")(soak.soak)
 app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)
