@@ -35,6 +35,23 @@ def virtual_requests(request: RequestPlan, chunk: int) -> list[RequestPlan]:
     # --8<-- [end:virtual-requests]
 
 
+def with_masks(plans: list[RequestPlan], forward_batch: ForwardBatch) -> list[RequestPlan]:
+    """The plans with the batch's own masks in place of causal ones."""
+    masked, start = [], 0
+    for i, plan in enumerate(plans):
+        num_queries, num_keys = plan.visible.shape
+        if forward_batch.custom_mask is not None:
+            end = start + num_queries * num_keys
+            visible = forward_batch.custom_mask[start:end].view(num_queries, num_keys)
+            start = end
+        else:  # of the last keys; all earlier ones are visible
+            assert forward_batch.tree_mask is not None
+            tree_mask = forward_batch.tree_mask[i]
+            visible = F.pad(tree_mask, (num_keys - tree_mask.shape[1], 0), value=True)
+        masked.append(plan._replace(visible=visible))
+    return masked
+
+
 class TorchAttention(interface.AttentionBackend):
     """Supports every layer and every batch of the contract. Holds the scores of one request at a time,
     float32 [num_qo_heads, num_queries, num_keys]."""
@@ -49,25 +66,19 @@ class TorchAttention(interface.AttentionBackend):
     def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         plans: list[RequestPlan] = []
         table = self.req_to_token_pool.req_to_token
-        row = mask_start = 0
+        row = 0
         for i, num_keys in enumerate(forward_batch.seq_lens.tolist()):
             num_queries = forward_batch.extend_seq_lens_cpu[i]
             slots = table[forward_batch.req_pool_indices[i], :num_keys].long()
-            if forward_batch.custom_mask is not None:
-                mask_end = mask_start + num_queries * num_keys
-                visible = forward_batch.custom_mask[mask_start:mask_end].view(num_queries, num_keys)
-                mask_start = mask_end
-            elif forward_batch.tree_mask is not None:
-                # of the last keys; all earlier ones are visible
-                tree_mask = forward_batch.tree_mask[i]
-                visible = F.pad(tree_mask, (num_keys - tree_mask.shape[1], 0), value=True)
-            else:  # query r is at position num_keys - num_queries + r
-                visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=slots.device)
-                visible = visible.tril(num_keys - num_queries)
+            visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=slots.device)
+            # query r is at position num_keys - num_queries + r
+            visible = visible.tril(num_keys - num_queries)
             plans.append(RequestPlan(slice(row, row + num_queries), slots, visible))
             row += num_queries
-        return plans
-        # --8<-- [end:attention-plan]
+        is_causal = forward_batch.custom_mask is None and forward_batch.tree_mask is None
+        return plans if is_causal else with_masks(plans, forward_batch)
+
+    # --8<-- [end:attention-plan]
 
     def run(
         self,

@@ -14,12 +14,11 @@ from diptych.shared.interfaces import kv_cache as interface
 
 
 class KVCache(interface.KVCache):
-    """The cache of one request. What its fields are is up to you: define them here."""
+    # ---- group rows: what is kept ----
 
     def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-
-    # ---- group rows: what is kept ----
+        """An empty cache of one request. Its fields are your choice."""
+        raise NotImplementedError("TODO rows: where will the rows of each layer be?")
 
     def append(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep the rows of the new tokens. k, v [num_new, num_kv_heads, head_dim]."""

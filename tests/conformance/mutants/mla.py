@@ -169,7 +169,7 @@ bug("RefusesIdleSteps", "A step without requests is refused.",
 bug("BlindBeforeTheTree", "Nodes of a tree do not see the keys before it.",
     ("attention", "0), value=True)", "0), value=False)"))
 bug("EveryRequestHasTheFirstMask", "All requests read the mask from its beginning.",
-    ("attention", "mask_start = mask_end", "pass"))
+    ("attention", "            start = end\n", "            pass\n"))
 bug("BlindIsNaN", "A query without a visible key is NaN.",
     ("attention", "weights = weights.masked_fill(~visible, 0.0)", "pass"))
 bug("KeysOfTheTimeOfItsPlan", "Rows that are stored after the plan are not read.",
