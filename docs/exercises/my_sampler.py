@@ -33,12 +33,16 @@ class Sampler(contract.Sampler):
 
 def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """Penalties, masks, bias."""
-    logits = apply_masks(apply_penalties(logits, info), info)
+    if info.output_counts is not None:
+        logits = apply_penalties(logits, info)
+    if info.vocab_mask is not None or info.banned is not None:
+        logits = apply_masks(logits, info)
     return logits if info.logit_bias is None else logits + info.logit_bias
 
 
 def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """(logits - max) / temperature: [bs, vocab_size]. Tokens that have the maximum get 0, also +inf."""
+    """logits [bs, vocab_size] over their temperatures. A row may be shifted by a constant, which changes no
+    softmax. max_logits [bs]: the largest of each row, which may be +inf."""
     raise NotImplementedError("TODO greedy: no temperature may overflow")
 
 
@@ -50,15 +54,11 @@ def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
 
 def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """repetition_penalty on tokens of prompt or output; then frequency and presence penalties."""
-    if info.output_counts is None:
-        return logits
     raise NotImplementedError("TODO masks: three penalties, each of them optional")
 
 
 def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """-inf for tokens that `vocab_mask` (32 tokens per word, low bit first) or `banned` excludes."""
-    if info.vocab_mask is None and info.banned is None:
-        return logits
     raise NotImplementedError("TODO masks: which tokens are not allowed?")
 
 
