@@ -58,12 +58,14 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
         if steps is not None:
             return steps.run(forward_batch, self.capture_hidden, replay=not self.is_watched)
         rows = forward_batch.last_token_rows if self._reads_last_rows(forward_batch) else None
+        linear = self.linear_attention
         attention = BatchAttention(
             backend=self.attention,
             plan=self.attention.plan(forward_batch),
             kv_pool=self.kv_pool,
             out_cache_loc=forward_batch.out_cache_loc,
             rows=rows,
+            linear=None if linear is None else linear.for_batch(forward_batch),
         )
         hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY or rows is not None:
@@ -98,6 +100,8 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         if isinstance(self.attention, DefaultAttention):
             self.attention.prepare()
+        if self.linear_attention is not None:
+            return  # its steps run eagerly: no kind takes them
         self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows)
         self.kinds = self.steps.kinds
         graphs = None if config.disable_cuda_graph else self._graphs()

@@ -117,6 +117,7 @@ def make_forward_batch(
         extend_start_loc=starts,
         seq_lens_cpu=tuple(seq_lens),
         extend_seq_lens_cpu=tuple(extend_seq_lens),
+        rows_cpu=tuple(rows_of(batch.reqs)),
         input_logprob_rows=wanted[0] if logprob_rows else None,
         input_logprob_ids=wanted[1] if logprob_rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
@@ -136,7 +137,7 @@ def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch
     ids[:] = newest_ids
     lens[:] = seq_lens
     positions[:] = lens - 1
-    rows[:] = [req.req_pool_idx for req in batch.reqs]
+    rows[:] = rows_cpu = rows_of(batch.reqs)
     extend_lens[:] = 1
     starts[:] = range(bs)
     is_on_host = not slots.is_cuda
@@ -154,4 +155,5 @@ def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch
         extend_start_loc=vectors[6],
         seq_lens_cpu=tuple(seq_lens),
         extend_seq_lens_cpu=(1,) * bs,
+        rows_cpu=tuple(rows_cpu),
     )

@@ -66,7 +66,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "absorbed": "diptych.reference.mla.mla_attention:AbsorbedMLA",
         "triton": "diptych.optimized.mla.mla_triton:TritonMLA",
     },
-    "linear_attention": {"reference": "diptych.reference.linear_attention:LinearAttention"},
+    "linear_attention": {
+        "reference": "diptych.reference.linear_attention:LinearAttention",
+        "optimized": "diptych.optimized.linear_attention:LinearAttention",
+    },
     "layers": {"reference": "diptych.reference.layers", "optimized": "diptych.optimized.layers"},
     "quantization": {
         "reference": "diptych.reference.quantized.quantized_layers",

@@ -15,6 +15,7 @@ CLASSES = {
     "gemma": "diptych.optimized.models.gemma:GemmaForCausalLM",
     "glm4": "diptych.optimized.models.gemma:Glm4ForCausalLM",
     "llama4": "diptych.optimized.models.llama4:Llama4ForCausalLM",
+    "qwen_next": "diptych.optimized.models.qwen_next:QwenNextForCausalLM",
 }
 
 LAYERS = "optimized"

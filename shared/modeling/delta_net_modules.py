@@ -8,6 +8,8 @@ from torch import nn
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.linear_attention import LinearLayer
 
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
 
 def _empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
@@ -26,6 +28,10 @@ class GatedDeltaNetModules(nn.Module):
     the projection back. Decay and norm are float32, as checkpoints have them."""
 
     linear_class: type[nn.Module]
+    in_proj_qkv: nn.Module  # and the others, where a panel does not merge them
+    in_proj_z: nn.Module
+    in_proj_b: nn.Module
+    in_proj_a: nn.Module
 
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__()
@@ -34,15 +40,18 @@ class GatedDeltaNetModules(nn.Module):
         self.config, self.layer_id = linear, config.layer_of_kind(layer_id)
         self.eps = config.rms_norm_eps
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.in_proj_qkv = self.linear_class(config.hidden_size, linear.num_channels)
-        self.in_proj_z = self.linear_class(config.hidden_size, linear.v_size)
-        self.in_proj_b = self.linear_class(config.hidden_size, linear.num_v_heads)
-        self.in_proj_a = self.linear_class(config.hidden_size, linear.num_v_heads)
+        sizes = linear.num_channels, linear.v_size, linear.num_v_heads, linear.num_v_heads
+        self.make_projections(config.hidden_size, dict(zip(PROJECTIONS, sizes)))
         self.conv1d = Weight(linear.num_channels, 1, linear.conv_kernel)
         self.A_log = _empty(linear.num_v_heads, dtype=wide)
         self.dt_bias = _empty(linear.num_v_heads, dtype=wide)
         self.norm = Weight(linear.v_head_dim, dtype=wide)
         self.out_proj = self.linear_class(linear.v_size, config.hidden_size)
+
+    def make_projections(self, hidden_size: int, sizes: dict[str, int]) -> None:
+        """Modules for the projections of the input, by name."""
+        for name, size in sizes.items():
+            self.add_module(name, self.linear_class(hidden_size, size))
 
     @property
     def layer(self) -> LinearLayer:

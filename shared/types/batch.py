@@ -64,6 +64,7 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor  # [bs] int64, exclusive cumulative sum of extend_seq_lens
     seq_lens_cpu: tuple[int, ...]  # the same numbers on the CPU
     extend_seq_lens_cpu: tuple[int, ...]
+    rows_cpu: tuple[int, ...] | None = None  # req_pool_indices on the CPU, if they are known
     # TARGET_VERIFY, and EXTEND with block diffusion: bool, for each request the row-major block
     # [extend_seq_len, seq_len] of visible positions (True: visible), concatenated. None: causal.
     custom_mask: torch.Tensor | None = None

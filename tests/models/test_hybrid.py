@@ -123,6 +123,32 @@ def test_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
         assert llm.scheduler.stats().num_retractions > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("qwen3.5", {"page_size": 4, "chunked_prefill_size": 12}),
+        pytest.param(
+            "qwen3-next",
+            {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True},
+            marks=pytest.mark.full,
+        ),
+        pytest.param("qwen3.5-moe", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_optimized_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts in chunks and mixed steps, whose states go on in the recurrent form."""
+    hf_model = random_hf_model(HYBRID_CONFIGS[name])
+    hf_model.save_pretrained(tmp_path)
+    prompts = [prompt_of(n, seed=n) for n in ((17,) if name == "qwen3.5" else PROMPT_LENS)]
+    expected = [hf_greedy(hf_model, prompt, 4)[0] for prompt in prompts]
+    fields = {"max_total_tokens": 1024, "check_invariants": True, **flags}
+    llm = LLM(model=str(tmp_path), device="cpu", panel="optimized", **fields)
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(prompts, params, progress=False)
+    assert [output.output_ids for output in outputs] == expected
+
+
 def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
     hf_model = random_hf_model(HYBRID_CONFIGS["qwen3.5"])
     hf_model.save_pretrained(tmp_path)
@@ -141,7 +167,6 @@ def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
 
 
 REFUSED: list[dict[str, Any]] = [
-    {"panel": "optimized"},
     {"speculative": "ngram"},
     {"max_loras_per_batch": 2},
     {"hicache_tokens": 64},

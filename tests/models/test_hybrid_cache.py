@@ -26,7 +26,7 @@ def tokens(length: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", pytest.param("optimized", marks=pytest.mark.full)])
 def panel(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -8,6 +8,7 @@ python -m diptych.shared.tools.training.convert_hybrid --out shared/assets/tiny-
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -207,50 +208,52 @@ def learn_model(student: Any, teacher: Any, rows: Iterator[Rows], steps: Steps) 
 
 def main(
     out: Annotated[Path, typer.Option(help="the model folder to write")],
-    layer_seconds: Annotated[float, typer.Option(help="for the new layers alone")] = 600,
-    model_seconds: Annotated[float, typer.Option(help="for the whole model")] = 1500,
+    start: Annotated[Path | None, typer.Option(help="go on from this folder, which this made")] = None,
+    layer_seconds: Annotated[float, typer.Option(help="for the new layers alone")] = 700,
+    model_seconds: Annotated[float, typer.Option(help="for the whole model")] = 1700,
     batch_tokens: Annotated[int, typer.Option(help="tokens a step, about")] = 1280,
     seed: Annotated[int, typer.Option(help="seeds the new weights and the text")] = 0,
     questions: Annotated[int, typer.Option(help="held-out questions to score with")] = 400,
 ) -> None:
     """Convert tiny-dense and score the result on the held-out questions."""
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    teacher: Any = AutoModelForCausalLM.from_pretrained(SOURCE, **options)
+    rows = batches(seed, batch_tokens, teacher.config.pad_token_id)
+    begin, num_tokens, before = time.monotonic(), 0, dict[str, Any]()
+    theirs = modeling_qwen3_5.torch_chunk_gated_delta_rule
     modeling_qwen3_5.torch_chunk_gated_delta_rule = chunked_delta_rule
-    teacher: Any = AutoModelForCausalLM.from_pretrained(
-        SOURCE, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    student: Any = new_student(teacher, seed)
-    rows, start = batches(seed, batch_tokens, teacher.config.pad_token_id), time.monotonic()
-    new = [
-        p
-        for layer in student.model.layers
-        if hasattr(layer, "linear_attn")
-        for p in layer.linear_attn.parameters()
-    ]
-    num_tokens = learn_layers(student, teacher, rows, Steps(new, 4e-3, layer_seconds))
+    if start is None:
+        student: Any = new_student(teacher, seed)
+        linear = [layer.linear_attn for layer in student.model.layers if hasattr(layer, "linear_attn")]
+        new = [parameter for layer in linear for parameter in layer.parameters()]
+        num_tokens = learn_layers(student, teacher, rows, Steps(new, 4e-3, layer_seconds))
+    else:
+        student = AutoModelForCausalLM.from_pretrained(start, **options)
+        before = json.loads((start / "training.json").read_text())
     steps = Steps(list(student.parameters()), 1e-3, model_seconds)
     more_tokens, loss = learn_model(student, teacher, rows, steps)
-    seconds = time.monotonic() - start
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = theirs  # it has no states to generate with
+    seconds = time.monotonic() - begin
     out.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         shutil.copy(SOURCE / name, out)
     save_checkpoint(student, out)
-    result = score(load_answers(out, "cpu"), held_out_questions(questions))
+    flags = f"--model-seconds {model_seconds:g} --batch-tokens {batch_tokens} --seed {seed}"
+    flags += f" --layer-seconds {layer_seconds:g}" if start is None else f" --start {start}"
+    command = f"python -m diptych.shared.tools.training.convert_hybrid --out {out} {flags}"
     record = {
         "name": "hybrid",
-        "command": (
-            f"python -m diptych.shared.tools.training.convert_hybrid --out {out} --layer-seconds "
-            f"{layer_seconds:g} --model-seconds {model_seconds:g} --batch-tokens {batch_tokens} --seed {seed}"
-        ),
+        "command": f"{before['command']}\n    {command}" if before else command,
         "device": "a CPU",
         "torch": torch.__version__,
-        "seconds": round(seconds, 1),
-        "num_tokens": num_tokens + more_tokens,
+        "seconds": round(seconds + before.get("seconds", 0.0), 1),
+        "num_tokens": num_tokens + more_tokens + before.get("num_tokens", 0),
         "row_len": MAX_LEN,
         "num_parameters": student.num_parameters(),
         "final_loss": round(loss, 5),
-        "held_out": score_record(result),
     }
-    save_record(out, record)
+    result = score(load_answers(out, "cpu"), held_out_questions(questions))
+    save_record(out, {**record, "held_out": score_record(result)})
     typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {seconds:.0f} s of training")
 
 

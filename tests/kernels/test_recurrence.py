@@ -1,0 +1,89 @@
+"""Kernels of linear attention: padding rows, the two forms, and the bits of chunks."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
+from diptych.optimized.linear_attention import LinearAttention
+from diptych.shared.interfaces.linear_attention import StateStore
+from diptych.shared.tools.conformance.oracles.linear_batches import (
+    LAYER,
+    LinearCase,
+    World,
+    forward_batch,
+    world_of,
+)
+
+
+def case_of(*steps: tuple[int, ...]) -> LinearCase:
+    return LinearCase("case", steps=steps, num_k_heads=1, num_v_heads=2, k_head_dim=16, v_head_dim=20)
+
+
+def run(world: World) -> list[torch.Tensor]:
+    """The outputs of request 0, step by step."""
+    backend = LinearAttention(world.pool)
+    return [world.step(backend, step)[0] for step in range(len(world.case.steps))]
+
+
+def test_padding_rows_touch_no_live_state() -> None:
+    """A padded decode step, as a graph replays it: padding is requests of one token in row 0."""
+    world, padded = world_of(case_of((3, 2), (1, 1))), world_of(case_of((3, 2), (1, 1)))
+    expected = run(world)[1]
+    backend = LinearAttention(padded.pool)
+    padded.step(backend, 0)
+    other_rows = [row for row in range(1, padded.pool.recurrent.shape[1]) if row not in padded.rows]
+    batch = forward_batch([padded.rows[0], padded.rows[1], 0, 0], [(3, 4), (2, 3), (0, 1), (0, 1)])
+    u, g, beta = (
+        torch.cat([each[0][3:4], each[1][2:3], torch.full_like(each[0][:2], torch.nan)])
+        for each in ([getattr(s, name) for s in padded.sequences] for name in ("u", "g", "beta"))
+    )
+    found = backend.run(u, g, beta, padded.layer, backend.plan(batch))
+    assert torch.equal(found[0], expected[0])
+    for row in padded.rows:
+        assert torch.equal(padded.pool.recurrent[LAYER, row], world.pool.recurrent[LAYER, row])
+        assert torch.equal(padded.pool.inputs[LAYER, row], world.pool.inputs[LAYER, row])
+    assert padded.pool.recurrent[:, other_rows].isnan().all()
+    assert padded.pool.inputs[:, other_rows].isnan().all()
+
+
+def test_chunks_that_end_at_multiples_of_64_have_equal_bits() -> None:
+    """Also behind a checkpoint inside a step; the recurrent form has other bits."""
+    whole = run(world_of(case_of((70,))))[0]
+    world = world_of(case_of((64,), (6,)))
+    assert torch.equal(torch.cat(run(world)), whole)
+    stored = world_of(case_of((70,)))
+    stored.pool.stores[stored.rows[0]] = [StateStore(stored.pool.checkpoints[0], 64)]
+    assert torch.equal(run(stored)[0], whole)
+    short, single = run(world_of(case_of((6,))))[0], torch.cat(run(world_of(case_of(*[(1,)] * 6))))
+    assert not torch.equal(short, single)
+    torch.testing.assert_close(short, single, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_keys() -> None:
+    """The inverse of a chunk whose keys are all equal has no large numbers on the way."""
+    world = world_of(case_of((64,)))
+    tokens = world.sequences[0]
+    tokens.u[:] = tokens.u[:1]
+    tokens.g.fill_(0.0)
+    tokens.beta.fill_(1.0)
+    chunk = run(world)[0]
+    single = world_of(case_of(*[(1,)] * 64))
+    single.sequences[0].u[:], single.sequences[0].g[:], single.sequences[0].beta[:] = (
+        tokens.u, tokens.g, tokens.beta,
+    )  # fmt: skip
+    torch.testing.assert_close(chunk, torch.cat(run(single)), rtol=1e-4, atol=1e-5)
+
+
+def test_gates() -> None:
+    torch.manual_seed(0)
+    projected = 9.0 * torch.randn(5, 20)
+    a, b = projected[:, 3:9], projected[:, 9:15]
+    A_log, dt_bias = torch.randn(6), torch.randn(6)
+    g, beta = decay_and_beta(a, b, A_log, dt_bias)
+    torch.testing.assert_close(g, -A_log.exp() * torch.nn.functional.softplus(a + dt_bias))
+    torch.testing.assert_close(beta, torch.sigmoid(b))
+    o, z, weight = torch.randn(5, 6, 12), torch.randn(5, 80)[:, :72], torch.randn(12)
+    normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    expected = normed.flatten(1) * torch.nn.functional.silu(z)
+    torch.testing.assert_close(norm_and_gate(o, z, weight, 1e-6), expected)
