@@ -1,7 +1,7 @@
 """Linear attention in Triton: a request of one new token is a step of the recurrence, prompts go in chunks.
 
 Differs from reference: the convolution of all tokens is one launch. A state is read and written once a step.
-Prompts are matrix products over chunks of 64 tokens (kernels/recurrence/delta_chunks.py). Chunks end at
+Prompts are GEMMs over chunks of 64 tokens (kernels/recurrence/delta_chunks.py). Chunks end at
 multiples of 64 from position 0, so a prompt that goes on from a checkpoint has the chunks of one that began
 at 0. The plan of a step is one copy of integers. It loses for prompts of a few tokens: a chunk is padded to
 64.
@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.kernels.recurrence.convolve import convolve
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
-from diptych.optimized.kernels.recurrence.steps import LinearSteps, RequestStep, make_steps
+from diptych.optimized.kernels.recurrence.step_tables import LinearSteps, Tokens, make_steps
 from diptych.shared.interfaces import linear_attention as interface
 from diptych.shared.interfaces.linear_attention import LinearLayer, StatePool
 from diptych.shared.types import ForwardBatch
@@ -30,7 +30,7 @@ class LinearAttention(interface.LinearAttention):
         batch = forward_batch
         rows = batch.rows_cpu or batch.req_pool_indices.tolist()
         reqs = [
-            RequestStep(row, end - num_new, end, self.pool.begin(row, end - num_new, end))
+            Tokens(row, end - num_new, end, self.pool.begin(row, end - num_new, end))
             for row, end, num_new in zip(rows, batch.seq_lens_cpu, batch.extend_seq_lens_cpu)
         ]
         return make_steps(reqs, self.pool.inputs.device)

@@ -45,6 +45,7 @@ class GatedAttention(DecoderAttention):
         parts = {**self.qkv_proj.parts, "q_proj": 2 * config.num_qo_heads * config.head_dim}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
 
+    # --8<-- [start:gated-attention]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """-> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer = self.layer
@@ -58,6 +59,7 @@ class GatedAttention(DecoderAttention):
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
         output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
         return (output * torch.sigmoid(gate)).flatten(1)
+        # --8<-- [end:gated-attention]
 
 
 class QwenNextDecoderLayer(DecoderLayer):

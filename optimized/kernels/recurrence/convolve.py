@@ -3,7 +3,7 @@
 Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
 cache that its neighbours have read.
 
-Shape: a program has one token and a block of channels. Keeping is a launch of its own: a prompt's first
+Shape: a CTA has one token and a block of channels. Keeping is a launch of its own: a prompt's first
 tokens read the inputs that its last ones replace.
 """
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.recurrence.steps import (
+from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
     LAST_STORE,

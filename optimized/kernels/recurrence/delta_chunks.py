@@ -1,4 +1,4 @@
-"""The gated delta rule for prompts, in chunks of 64 tokens: matrix products in place of a loop over tokens.
+"""The gated delta rule for prompts, in chunks of 64 tokens: GEMMs in place of a loop over tokens.
 
 The corrections d of a chunk depend on each other: each one reads what the earlier ones have written. With
 keys K, values V, the state S before the chunk, and the decay D[i, j] between two of its tokens:
@@ -8,10 +8,10 @@ keys K, values V, the state S before the chunk, and the decay D[i, j] between tw
 So d = U - W S, where U and W do not depend on S. The first kernel computes them for all chunks at once, the
 second one goes from chunk to chunk with S. (Yang et al., arXiv 2406.06484, 2412.06464.)
 
-Roofline bound: for long prompts the num_tokens / 64 dependent steps of the second kernel; its products are a
+Roofline bound: for long prompts the num_tokens / 64 dependent steps of the second kernel; its GEMMs are a
 few percent of the model's.
 
-Shape: the first kernel has a program for each chunk and value head, the second for each request, value head
+Shape: the first kernel has a CTA for each chunk and value head, the second for each request, value head
 and block of columns of the state.
 """
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.recurrence.delta_rule import unit
-from diptych.optimized.kernels.recurrence.steps import (
+from diptych.optimized.kernels.recurrence.step_tables import (
     CHUNK,
     FIRST_CHUNK,
     IS_FIRST,

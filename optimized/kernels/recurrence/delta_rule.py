@@ -3,8 +3,8 @@
 Roofline bound: 2 * num_requests * num_v_heads * k_head_dim * v_head_dim * 4 bytes over the memory's
 bandwidth, and nothing else counts.
 
-Shape: a program has one request, one value head and a block of the columns of its state: columns do not
-depend on each other, so a tile stays in registers. q and k are normed again by each program; they are short.
+Shape: a CTA has one request, one value head and a block of the columns of its state: columns do not
+depend on each other, so a tile stays in registers. q and k are normed again by each CTA; they are short.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.recurrence.steps import (
+from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
     LAST_STORE,

@@ -2,7 +2,7 @@
 
 Roofline bound: each value read once and written once, over the memory's bandwidth; for few tokens a launch.
 
-Shape: a program has a token and, of the norm, one head: the norm needs all of its columns.
+Shape: a CTA has a token and, of the norm, one head: the norm needs all of its columns.
 """
 
 from __future__ import annotations

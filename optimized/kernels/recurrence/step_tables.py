@@ -21,8 +21,8 @@ ROW, START, NUM_TOKENS, IS_FIRST, FIRST_STORE, LAST_STORE, FIRST_CHUNK, LAST_CHU
 whether none came before. Its stores and chunks are those from the first to the last, without the last."""
 
 
-class RequestStep(NamedTuple):
-    """A request in a step; as in `StatePool.begin`."""
+class Tokens(NamedTuple):
+    """The new tokens of a request; as in `StatePool.begin`."""
 
     row: int
     start: int  # position of its first new token
@@ -43,7 +43,7 @@ class LinearSteps(NamedTuple):
     chunks: torch.Tensor  # (first token in the batch, number of tokens, checkpoint after them or 0)
 
 
-def make_steps(reqs: Sequence[RequestStep], device: torch.device) -> LinearSteps:
+def make_steps(reqs: Sequence[Tokens], device: torch.device) -> LinearSteps:
     request_of: list[int] = []
     requests: list[int] = []
     stores: list[int] = []
