@@ -35,7 +35,6 @@ class LinearAttention(interface.LinearAttention):
         ]
         return make_steps(reqs, self.pool.inputs.device)
 
-    # --8<-- [start:linear-attention-run]
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: LinearSteps
     ) -> torch.Tensor:
@@ -46,4 +45,3 @@ class LinearAttention(interface.LinearAttention):
         delta_rule(c, g, beta, o, states, config, plan)
         delta_chunks(c, g, beta, o, states, config, plan)
         return o
-        # --8<-- [end:linear-attention-run]

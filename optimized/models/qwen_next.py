@@ -27,7 +27,6 @@ class GatedDeltaNet(GatedDeltaNetModules):
     def make_projections(self, hidden_size: int, sizes: dict[str, int]) -> None:
         self.in_proj = MergedLinear(hidden_size, sizes)
 
-    # --8<-- [start:gated-delta-net]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """-> for out_proj, [num_tokens, num_v_heads * v_head_dim]."""
         linear = attention.linear
@@ -36,7 +35,6 @@ class GatedDeltaNet(GatedDeltaNetModules):
         g, beta = decay_and_beta(a, b, self.A_log, self.dt_bias)
         o = linear.backend.run(qkv, g, beta, self.layer, linear.plan)
         return norm_and_gate(o, z, self.norm.weight, self.eps)
-        # --8<-- [end:gated-delta-net]
 
 
 class GatedAttention(DecoderAttention):
@@ -45,7 +43,6 @@ class GatedAttention(DecoderAttention):
         parts = {**self.qkv_proj.parts, "q_proj": 2 * config.num_qo_heads * config.head_dim}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
 
-    # --8<-- [start:gated-attention]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """-> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer = self.layer
@@ -59,7 +56,6 @@ class GatedAttention(DecoderAttention):
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
         output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
         return (output * torch.sigmoid(gate)).flatten(1)
-        # --8<-- [end:gated-attention]
 
 
 class QwenNextDecoderLayer(DecoderLayer):
