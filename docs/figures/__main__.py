@@ -20,6 +20,7 @@ FIGURES = {
     "expert-load": "expert_load.make",
     "rounding": "rounding.make",
     "tensor-parallel": "tensor_parallel.make",
+    "streaming": "streaming.make",
     "roofline": "roofline.make",
     "engines": "charts.engines",
     "cuda-graphs": "charts.cuda_graphs",
