@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
 from diptych.shared.dialects.parts.json_calls import dumps, json_object, read_arguments
-from diptych.shared.dialects.parts.tags import Format, between
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -22,6 +21,7 @@ class DeepSeekV3(BlockDialect):
     reasoning = Reasoning("<think>", "</think>")
     tool_parsers = ("deepseekv3",)
     starts = (BEGIN,)
+    around = (BEGIN, END)
     separator = "\n"
     before, opening, closing = f"function{SEPARATOR}", "\n```json\n", "\n```"
     """Before a call's name, between it and the arguments, and behind them."""
@@ -56,9 +56,6 @@ class DeepSeekV3(BlockDialect):
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         begin, end = f"{CALL}{self.before}{name}{self.opening}", f"{self.closing}{END_CALL}"
         return {"type": "tag", "begin": begin, "content": json_object(schema), "end": end}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return between(BEGIN, super().calls_format(tools, is_parallel), END)
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

@@ -16,7 +16,7 @@ class DeepSeekV32(InvokeDialect):
     tool_parsers = ("deepseekv32",)
     markers = (PREFIX, "<think>", "</think>", "<function_results>", "</function_results>")
     starts = (f"<{PREFIX}function_calls>",)
-    begin, finish = f"\n\n<{PREFIX}function_calls>\n", f"\n</{PREFIX}function_calls>"
+    around = (f"\n\n<{PREFIX}function_calls>\n", f"\n</{PREFIX}function_calls>")
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

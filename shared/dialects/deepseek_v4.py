@@ -9,4 +9,4 @@ class DeepSeekV4(DeepSeekV32):
     wrapper = "tool_calls"
     tool_parsers = ("deepseekv4",)
     starts = (f"<{PREFIX}tool_calls>",)
-    begin, finish = f"\n\n<{PREFIX}tool_calls>\n", f"\n</{PREFIX}tool_calls>"
+    around = (f"\n\n<{PREFIX}tool_calls>\n", f"\n</{PREFIX}tool_calls>")

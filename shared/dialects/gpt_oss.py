@@ -16,7 +16,8 @@ from diptych.shared.dialects.parts.harmony import (
     MESSAGE,
     START,
     TO,
-    behind_analysis,
+    behind_messages,
+    call_or_answer,
     read_messages,
 )
 from diptych.shared.dialects.parts.history import one_call_each
@@ -47,12 +48,18 @@ class GptOss(Dialect):
         return {"type": "tag", "begin": begin, "content": json_object(schema), "end": ""}
 
     def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
+        return behind_messages(self._call_format(tools))
+
+    def _call_format(self, tools: Mapping[str, Any]) -> dict[str, Any]:
         by_name = {name: self.tag(name, schema) for name, schema in tools.items()}
         others = [{**tag, "begin": self.write([Call(name, {})])[:-2]} for name, tag in by_name.items()]
-        return behind_analysis({"type": "or", "elements": [*by_name.values(), *others]})
+        return {"type": "or", "elements": [*by_name.values(), *others]}
+
+    def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
+        return call_or_answer(self._call_format(tools))
 
     def text_format(self, text: dict[str, Any]) -> dict[str, Any]:
-        return behind_analysis({"type": "tag", "begin": FINAL, "content": text, "end": ""})
+        return behind_messages({"type": "tag", "begin": FINAL, "content": text, "end": ""})
 
     def free_text(self, state: ReasoningState) -> tuple[str | None, str] | None:
         return None if state == "closed" else (None, FINAL)

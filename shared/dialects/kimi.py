@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
 from diptych.shared.dialects.parts.json_calls import dumps, json_object, read_arguments
-from diptych.shared.dialects.parts.tags import Format, between
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -19,6 +18,7 @@ class Kimi(BlockDialect):
     reasoning = Reasoning("<think>", "</think>")
     tool_parsers = ("kimi_k2",)
     starts = (BEGIN,)
+    around = (BEGIN, END)
 
     def write(self, calls: Sequence[Call]) -> str:
         bodies = [
@@ -54,9 +54,6 @@ class Kimi(BlockDialect):
         ]
         content = {"type": "sequence", "elements": parts}
         return {"type": "tag", "begin": f"{CALL}functions.{name}:", "content": content, "end": END_CALL}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return between(BEGIN, super().calls_format(tools, is_parallel), END)
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Ids are numbered through the whole conversation."""

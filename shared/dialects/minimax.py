@@ -15,7 +15,7 @@ class MiniMax(InvokeDialect):
     markers = (BEGIN, END, "<think>", "</think>", "]~b]", "]~!b[", "[e~[", "<response>", "</response>")
     tool_parsers = ("minimax-m2",)
     starts = (BEGIN,)
-    begin, finish = f"{BEGIN}\n", f"\n{END}"
+    around = (f"{BEGIN}\n", f"\n{END}")
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

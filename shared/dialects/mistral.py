@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
 from diptych.shared.dialects.parts.json_calls import dumps, json_object, read_arguments, read_json_calls
 from diptych.shared.dialects.parts.short_ids import as_short_id, new_short_id, short_ids
-from diptych.shared.dialects.parts.tags import Format, between
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -27,6 +26,7 @@ class Mistral(BlockDialect):
     reasoning = Reasoning("[THINK]", "[/THINK]")
     tool_parsers: tuple[str, ...] = ("mistral",)
     starts = (START,)
+    around: tuple[str, str] = (f"{START}[", "]")
     separator = ", "
 
     def write(self, calls: Sequence[Call]) -> str:
@@ -61,9 +61,6 @@ class Mistral(BlockDialect):
         call_id = {"type": "regex", "pattern": ', "id": "[A-Za-z0-9]{9}"'}
         content = {"type": "sequence", "elements": [json_object(schema), call_id]}
         return {"type": "tag", "begin": begin, "content": content, "end": "}"}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return between(f"{START}[", super().calls_format(tools, is_parallel), "]")
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return short_ids(messages)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.mistral import ARGS, START, Mistral
 from diptych.shared.dialects.parts.json_calls import dumps, json_object
-from diptych.shared.dialects.parts.tags import Format
-from diptych.shared.interfaces.dialect import Call, Dialect
+from diptych.shared.interfaces.dialect import Call
 
 
 class MistralArgs(Mistral):
     tool_parsers = ("mistral_args",)
     separator = ""
+    around = ("", "")
 
     def write(self, calls: Sequence[Call]) -> str:
         return "".join(f"{START}{call.name}{ARGS}{dumps(call.arguments)}" for call in calls)
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         return {"type": "tag", "begin": f"{START}{name}{ARGS}", "content": json_object(schema), "end": ""}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return Dialect.calls_format(self, tools, is_parallel)
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

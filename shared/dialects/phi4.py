@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
 from diptych.shared.dialects.parts.json_calls import dumps, json_object, read_json_call, read_json_calls
-from diptych.shared.dialects.parts.tags import Format, between
 from diptych.shared.interfaces.dialect import Call, Steps, Stream
 
 FUNCTOOLS, START, END = "functools[", "<|tool_call|>", "<|/tool_call|>"
@@ -17,6 +16,7 @@ class Phi4(BlockDialect):
     markers = (START, END, "<|tool_response|>", "<|tool|>", "<|/tool|>")
     tool_parsers = ("phi4_mini",)
     starts = (FUNCTOOLS, START)
+    around = (FUNCTOOLS, "]")
     separator = ", "
 
     def write(self, calls: Sequence[Call]) -> str:
@@ -38,9 +38,6 @@ class Phi4(BlockDialect):
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         begin = f'{{"name": {dumps(name)}, "arguments": '
         return {"type": "tag", "begin": begin, "content": json_object(schema), "end": "}"}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return between(FUNCTOOLS, super().calls_format(tools, is_parallel), "]")
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
@@ -20,6 +20,7 @@ class Pythonic(BlockDialect):
     tool_parsers = ("pythonic", "llama4", "llama4_pythonic")
     starts, end = (START,), END
     bare = "["
+    around = ("[", "]")
     separator = ", "
 
     def write(self, calls: Sequence[Call]) -> str:
@@ -41,10 +42,6 @@ class Pythonic(BlockDialect):
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         return {"type": "tag", "begin": f"{name}(", "content": keywords_format(schema), "end": ")"}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
-        before, behind = ({"type": "const_string", "value": text} for text in "[]")
-        return {"type": "sequence", "elements": [before, super().calls_format(tools, is_parallel), behind]}
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:

@@ -16,6 +16,9 @@ _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 """Waits for more text at each yield, and returns a T."""
 
+Constraint = Literal["none", "whole", "behind_reasoning"]
+"""Of a grammar on an answer: there is none, or it begins with the answer, or behind the reasoning."""
+
 ReasoningState = Literal["open", "closed", "may_open"]
 """Of a block of reasoning at the prompt's end, by what the chat template wrote after the last message."""
 
@@ -51,6 +54,8 @@ class Stream(ABC):
 
     tools: Mapping[str, Any]
     """Name -> JSON schema of the arguments. Empty: the request takes no calls."""
+    constraint: Constraint = "none"
+    """What the grammar does not hold is no call."""
     has_call: bool = False
     """Whether the block that is read has given a call."""
 
@@ -155,7 +160,7 @@ class Dialect(ABC):
 
     def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any] | None:
         """Text with any number of calls as an xgrammar format; unless `is_parallel` it ends with the first
-        one. None: no marker of the family begins a call."""
+        one. The reader finds no other calls in such an answer. None: the family has no such format."""
         return None
 
     def text_format(self, text: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ if find_spec("xgrammar") is None:
 import torch
 import xgrammar
 
+from diptych.shared.dialects.gpt_oss import GptOss
 from diptych.shared.dialects.parts.tags import with_tokens
 from diptych.shared.grammar.worker import compile_spec
 from diptych.shared.interfaces.dialect import Dialect
@@ -66,21 +67,75 @@ def allowed(matcher: Any, num_ids: int) -> list[int]:
     return [i for i in range(num_ids) if int(mask[0, i // 32]) >> i % 32 & 1]
 
 
+RIGHT, WRONG = {"text": "b", "count": 3}, {"text": "c", "count": 3}
+HIDDEN = [
+    '{"name": "f", "parameters": {"text": "c"}}',
+    '<|python_tag|>{"name": "f", "parameters": {"text": "c"}}',
+    '<|python_start|>[f(text="c")]<|python_end|>',
+    "[f(text='c')]",
+    '<|tool_call|>[{"name": "f", "arguments": {"text": "c"}}]<|/tool_call|>',
+    "<function=f>\n<parameter=text>\nc\n</parameter>\n</function>",
+    '<|channel|>commentary to=functions.f<|message|>{"text": "c"}',
+    '[TOOL_CALLS]f[ARGS]{"text": "c"}',
+]
+"""Calls that break the schema, in the forms beside the usual one of some family."""
+
+
 @any_dialect
 @pytest.mark.parametrize("is_special", [False, True], ids=["plain", "special"])
-def test_calls_in_a_free_text_are_constrained(dialect: Dialect, is_special: bool) -> None:
+@pytest.mark.parametrize("is_parallel", [False, True], ids=["one", "several"])
+def test_calls_in_a_free_text_are_constrained(dialect: Dialect, is_special: bool, is_parallel: bool) -> None:
+    """A text that the grammar allows has no call that breaks its schema."""
     compiler, ids = compiler_of(dialect)
     ids = ids if is_special else {}
-    form = dialect.optional_calls_format(TOOLS, is_parallel=True)
-    if form is None:  # nothing says where a call begins
-        return
-    tag = json.dumps({"type": "structural_tag", "format": with_tokens(form, ids)})
-    grammar = compile_spec(compiler, "structural_tag", tag)
-    call = write(dialect, ("f", {"text": "b", "count": 3}))
-    wrong = write(dialect, ("unknown", {"text": "b", "count": 3}))
-    for text, is_right in ((f"Hm. {call} So.{call}", True), ("No call.", True), (f"Hm. {wrong}", False)):
+    form = with_tokens(dialect.optional_calls_format(TOOLS, is_parallel), ids)
+    grammar = compile_spec(compiler, "structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    controls = {m: chr(0xFDD0 + i) for i, m in enumerate(ids)}
+
+    def calls_of(text: str) -> list[dict[str, Any]] | None:
+        """None: the grammar does not allow the text."""
         matcher = xgrammar.GrammarMatcher(grammar)
-        assert all(matcher.accept_token(i) for i in [*tokens_of(text, ids), END]) == is_right
+        if not all(matcher.accept_token(i) for i in [*tokens_of(text, ids), END]):
+            return None
+        for marker, control in controls.items():
+            text = text.replace(marker, control)
+        found = read(dialect, [text], TOOLS, "closed", controls=controls, constraint="whole")
+        return [json.loads(arguments) for _, arguments in found.calls]
+
+    call, wrong = (write(dialect, ("f", arguments)) for arguments in (RIGHT, WRONG))
+    two = write(dialect, ("f", RIGHT), ("f", RIGHT))
+    final = "<|channel|>final<|message|>" if isinstance(dialect, GptOss) else ""
+    assert calls_of(call) == [RIGHT]
+    assert calls_of(f"{final}No call.") == []
+    assert calls_of(wrong) is None
+    if not isinstance(dialect, GptOss):  # its turns end with a call
+        assert calls_of(two) == ([RIGHT] * 2 if is_parallel else None)
+    unknown = write(dialect, ("unknown", RIGHT))
+    for before in (
+        "",
+        final,
+        "Hm. ",
+        " \n",
+        "\xa0",
+        "\u2003",
+        f"{final}<think>",
+        f"{call}\n",
+        f"{call} Hm. ",
+    ):
+        for text in (call, wrong, unknown, *HIDDEN):
+            assert all(each == RIGHT for each in calls_of(before + text) or ()), before + text
+
+
+@any_dialect
+def test_under_a_constraint_no_call_is_read_before_it_begins(dialect: Dialect) -> None:
+    """A grammar that begins behind the reasoning does not hold what is inside."""
+    if dialect.reasoning is None or dialect.constrains_reasoning:
+        return
+    call, end = write(dialect, ("f", {"text": 1})), dialect.reasoning.end
+    inside = read(dialect, [f"Hm.{call}{end}So."], state="open", constraint="behind_reasoning")
+    assert inside.calls == []
+    assert inside.content == "So."
+    assert read(dialect, [f"Hm.{call}"], state="open").calls
 
 
 @any_dialect

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from diptych.shared.interfaces import dialect as interface
-from diptych.shared.interfaces.dialect import Dialect, NotACall, ReasoningState, Steps
+from diptych.shared.interfaces.dialect import Constraint, Dialect, NotACall, ReasoningState, Steps
 from diptych.shared.text.control_text import CONTROLS
 
 MAX_HEAD_CHARS = 4096
@@ -61,6 +61,7 @@ class Stream(interface.Stream):
         self._space: list[str] = []  # behind the content that was given out
         self._has_text = False  # whether content was given out since the last call
         self._skips_newlines = False
+        self._call_ids: set[str] = set()
         self._events: list[tuple[tuple[Any, ...], list[str]]] = []
 
     # ---- the parser's side ----
@@ -208,8 +209,11 @@ class Stream(interface.Stream):
         self.has_call, self._skips_newlines, self.is_reasoning = True, False, False
         index = self.num_calls
         self.num_calls += 1
+        if not call_id or call_id in self._call_ids:  # a model may write one twice
+            call_id = self._dialect.new_id(name, index)
+        self._call_ids.add(call_id)
         if self._max_calls is None or index < self._max_calls:
-            self._events.append((("call", index, name, call_id or self._dialect.new_id(name, index)), []))
+            self._events.append((("call", index, name, call_id), []))
 
     def arguments(self, text: str) -> None:
         index = self.num_calls - 1
@@ -285,10 +289,12 @@ class AnswerParser:
         state: ReasoningState,
         max_calls: int | None = None,
         controls: Mapping[str, str] | None = None,
+        constraint: Constraint = "none",
     ) -> None:
         """tools: name -> schema of the arguments; empty: no calls are looked for. Calls beyond `max_calls`
         are dropped. controls: of `control_chars`."""
         self._stream = Stream(dialect, tools, max_calls, controls or {})
+        self._stream.constraint = constraint
         self._steps = dialect.read(self._stream, state)
         self._run()
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from diptych.shared.dialects.parts.tags import Format, between, text_without
 from diptych.shared.interfaces.dialect import Dialect, NotACall, ReasoningState, Steps, Stream
 
 
@@ -18,22 +19,43 @@ class BlockDialect(Dialect):
     """The marker behind a block. Text between the last call and it is left out."""
     bare: str = ""
     """Characters of which one begins a block without a marker, where the answer begins with it."""
+    around: tuple[str, str] = ("", "")
+    """What stands before the calls of a block and behind them, beside the markers of each."""
 
     @abstractmethod
     def block(self, stream: Stream, start: str) -> Steps[None]:
         """Read the calls of a block behind its marker `start` ("": there is none), up to `end`. Raises
         `NotACall`."""
 
-    def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> dict[str, Any] | None:
-        has_own_blocks = type(self).calls_format is not Dialect.calls_format
-        if self.bare or has_own_blocks:
-            return None
+    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
+        calls = super().calls_format(tools, is_parallel)
+        before, behind = self.around
+        return between(before, calls, behind) if before else calls
+
+    def optional_calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
+        """Blocks begin with the first of `starts`, or without a marker where there are such ones."""
+        if self.bare:
+            calls = self.calls_format(tools, is_parallel)
+            return {"type": "or", "elements": [calls, text_without(self.bare)]}
+        tags = [self.tag(name, schema) for name, schema in tools.items()]
+        before, behind = self.around
+        if before:
+            calls = super().calls_format(tools, is_parallel)
+            tags = [{"type": "tag", "begin": before.lstrip(), "content": calls, "end": behind}]
         return {
             "type": "triggered_tags",
             "triggers": list(self.starts[:1]),
-            "tags": [self.tag(name, schema) for name, schema in tools.items()],
+            "tags": tags,
             "stop_after_first": not is_parallel,
         }
+
+    def _starts(self, stream: Stream, is_inside: bool) -> tuple[str, ...]:
+        """Markers of a block here. Under a constraint only those whose calls it holds."""
+        if not stream.tools or (is_inside and stream.constraint == "behind_reasoning"):
+            return ()
+        if stream.constraint == "none":
+            return self.starts
+        return () if self.bare else self.starts[:1]
 
     def read(self, stream: Stream, state: ReasoningState) -> Steps[None]:
         is_inside = self.reasoning is not None and state == "open"
@@ -47,7 +69,7 @@ class BlockDialect(Dialect):
         if not is_inside:
             yield from self._bare_block(stream)
         while True:
-            markers = self.starts if stream.tools else ()
+            markers = self._starts(stream, is_inside)
             if is_inside and self.reasoning is not None:
                 markers = (*markers, self.reasoning.end)
             emit = stream.reasoning if is_inside else stream.content

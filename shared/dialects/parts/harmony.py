@@ -6,16 +6,18 @@ openai-harmony reads the same from token ids, with a vocabulary that it download
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import read_arguments
+from diptych.shared.dialects.parts.tags import between
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN)
-ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+ANALYSIS, PREAMBLE, FINAL = (f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "commentary", "final"))
 TO = " to=functions."
 
 _TOOL = re.compile(r"to=(?:functions\.)?([^\s<]+)")
@@ -59,8 +61,18 @@ def _header(stream: Stream, text: str) -> Steps[str]:
     return ""
 
 
-def behind_analysis(form: dict[str, Any]) -> dict[str, Any]:
-    """A format that any number of analysis messages may precede."""
-    any_text = {"type": "any_text", "excludes": [END]}
-    analysis = {"type": "tag", "begin": ANALYSIS, "content": any_text, "end": f"{END}{START}assistant"}
-    return {"type": "sequence", "elements": [{"type": "star", "content": analysis}, form]}
+def behind_messages(form: dict[str, Any], begins: Sequence[str] = (ANALYSIS,)) -> dict[str, Any]:
+    """A format that any number of messages may precede, which begin with one of `begins`."""
+    any_text = {"type": "any_text", "excludes": list(MARKERS)}
+    messages = [
+        {"type": "tag", "begin": begin, "content": any_text, "end": f"{END}{START}assistant"}
+        for begin in begins
+    ]
+    before = messages[0] if len(messages) == 1 else {"type": "or", "elements": messages}
+    return {"type": "sequence", "elements": [{"type": "star", "content": before}, form]}
+
+
+def call_or_answer(call: dict[str, Any]) -> dict[str, Any]:
+    """A turn that ends with a call or with an answer of any text. Analysis and preambles may precede."""
+    answer = between(FINAL, {"type": "any_text", "excludes": list(MARKERS)}, "")
+    return behind_messages({"type": "or", "elements": [call, answer]}, (ANALYSIS, PREAMBLE))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
 from diptych.shared.dialects.parts.json_calls import dumps
-from diptych.shared.dialects.parts.tags import Format, between
 from diptych.shared.dialects.parts.typed_values import ObjectWriter, read_value, types_of
 from diptych.shared.dialects.parts.xml_arguments import Tags, xml_arguments
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 
 class InvokeDialect(BlockDialect):
-    """A block of elements between `begin` and `finish`. Elements are named with `prefix` before the name."""
+    """A block of elements between the two of `around`. Elements are named with `prefix` before the name."""
 
     reasoning = Reasoning("<think>", "</think>")
     separator = "\n"
-    begin: str
-    finish: str
     prefix: str = ""
     names_types: bool = False
     """A parameter says whether it is a text: string="true"."""
@@ -37,6 +34,7 @@ class InvokeDialect(BlockDialect):
         return f'{self._tags[2]}{name}"{kind}>'
 
     def write(self, calls: Sequence[Call]) -> str:
+        before, behind = self.around
         invoke, end_invoke, _, end = self._tags
         bodies = []
         for name, arguments, _ in calls:
@@ -44,11 +42,11 @@ class InvokeDialect(BlockDialect):
             begins = (self._begin_parameter(k, isinstance(v, str)) for k, v in arguments.items())
             lines = [f"{begin}{text}{end}\n" for begin, text in zip(begins, values.values())]
             bodies.append(f'{invoke}{name}">\n{"".join(lines)}{end_invoke}')
-        return f"{self.begin}{self.separator.join(bodies)}{self.finish}"
+        return f"{before}{self.separator.join(bodies)}{behind}"
 
     def block(self, stream: Stream, start: str) -> Steps[None]:
         invoke, end_invoke, parameter, end = self._tags
-        finish = self.finish.strip()
+        finish = self.around[1].strip()
         while True:
             if (yield from stream.until(invoke, finish)) != invoke:
                 if not stream.has_call:
@@ -77,6 +75,3 @@ class InvokeDialect(BlockDialect):
         invoke, end_invoke, _, end = self._tags
         content = xml_arguments(schema, Tags(self._begin_parameter, f"{end}\n", end))
         return {"type": "tag", "begin": f'{invoke}{name}">\n', "content": content, "end": end_invoke}
-
-    def calls_format(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
-        return between(self.begin, super().calls_format(tools, is_parallel), self.finish)

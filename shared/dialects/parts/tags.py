@@ -16,20 +16,31 @@ def with_tokens(form: Any, ids: Mapping[str, int]) -> Any:
         return [with_tokens(each, ids) for each in form]
     if not isinstance(form, dict) or not ids or form.get("type") == "json_schema":
         return form
+    if form.get("type") == "triggered_tags":
+        form = _triggered(form, ids)
     form = {
         key: value if key in ("begin", "end", "value") else with_tokens(value, ids)
         for key, value in form.items()
     }
     if form.get("type") == "const_string":
         return _sequence(_pieces(form["value"], ids))
-    if form.get("type") == "triggered_tags" and set(form["triggers"]) <= ids.keys():
-        triggers = [ids[trigger] for trigger in form.pop("triggers")]
-        return {**form, "type": "token_triggered_tags", "trigger_tokens": triggers}
     if form.get("type") != "tag":
         return form
     begin, end = _pieces(form["begin"], ids), _pieces(form["end"], ids)
     content = _sequence([*begin[1:], form["content"], *end[:-1]])
     return {**form, "begin": _edge(begin[0]), "content": content, "end": _edge(end[-1])}
+
+
+def _triggered(form: Format, ids: Mapping[str, int]) -> Format:
+    """Tags with a special marker in their trigger: its token triggers them. What is before it is text."""
+    (trigger,) = form["triggers"]
+    found = min((marker for marker in ids if marker in trigger), key=trigger.index, default=None)
+    if found is None:
+        return form
+    at = trigger.index(found)
+    tags = [{**tag, "begin": tag["begin"][at:]} for tag in form["tags"]]
+    rest = {key: value for key, value in form.items() if key != "triggers"}
+    return {**rest, "type": "token_triggered_tags", "trigger_tokens": [ids[found]], "tags": tags}
 
 
 def _pieces(text: str, ids: Mapping[str, int]) -> list[Format]:
@@ -51,6 +62,17 @@ def _edge(piece: Format) -> Any:
 def _sequence(pieces: list[Format]) -> Format:
     pieces = [piece for piece in pieces if piece.get("value") != ""] or pieces[:1]
     return pieces[0] if len(pieces) == 1 else {"type": "sequence", "elements": pieces}
+
+
+SPACES = r" \t\n\r"
+OTHER_SPACES = r"\x0b\x0c\x1c-\x1f\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+
+def text_without(first: str) -> Format:
+    """Any text whose first character, behind white space, is none of `first`."""
+    start = f"[{SPACES}]*[^{SPACES}{OTHER_SPACES}{re.escape(first)}]"
+    text = [{"type": "regex", "pattern": start}, {"type": "any_text"}]
+    return {"type": "optional", "content": {"type": "sequence", "elements": text}}
 
 
 def between(begin: str, form: Format, end: str) -> Format:

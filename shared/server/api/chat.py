@@ -47,10 +47,13 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     prompts.check(prompt.ids, "messages")
     form = answer_form(body, prompts, prompt)
     body, constraint = constrained(body, form)
+    reasoning = {**prompts.reasoning_fields(prompt), **constraint}
+    if constraint:
+        form = form._replace(constraint="behind_reasoning" if reasoning.get("reasoning_end") else "whole")
     params = body.sampling_params(
         wanted if wanted is not None else prompts.ready.context_len - len(prompt.ids),
         (body.top_logprobs or 0) if body.logprobs else None,
-        **{**prompts.reasoning_fields(prompt), **constraint},
+        **reasoning,
     )
     with renamed(FIELDS_OF_PARAMS):
         prompts.check(prompt.ids, "messages", params, length_field)

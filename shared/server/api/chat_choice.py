@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from diptych.shared.dialects.parts.answer_parser import AnswerParser, Piece, ToolDelta
-from diptych.shared.interfaces.dialect import Dialect, ReasoningState
+from diptych.shared.interfaces.dialect import Constraint, Dialect, ReasoningState
 from diptych.shared.server.api.protocol import ChatRequest
 from diptych.shared.server.engine.engine_client import Delta
 from diptych.shared.server.engine.messages import Finish
@@ -26,10 +26,13 @@ class AnswerForm(NamedTuple):
     max_calls: int | None
     controls: dict[str, str]  # special marker -> its character
     marker_ids: dict[str, int]  # special marker -> its token
+    constraint: Constraint = "none"
 
     def parser(self) -> AnswerParser:
         """For one answer."""
-        return AnswerParser(self.dialect, self.tools, self.state, self.max_calls, self.controls)
+        return AnswerParser(
+            self.dialect, self.tools, self.state, self.max_calls, self.controls, self.constraint
+        )
 
 
 class ChatChoice:

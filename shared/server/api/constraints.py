@@ -17,8 +17,8 @@ def constrained(body: ChatRequest, form: AnswerForm) -> tuple[ChatRequest, dict[
     """The body whose fields of sampling hold, and further fields of SamplingParams.
 
     A call that is required or named leaves no place for a response_format. With "auto" the answer is calls,
-    or the text that the format asks for; without a format calls are constrained if a tool is strict, where
-    the dialect has a marker before one. Raises 400 for a call that the model's dialect cannot write."""
+    or the text that the format asks for; without a format calls are constrained if a tool is strict. Raises
+    400 for a call that the model's dialect cannot write."""
     choice, tools = body.tool_choice, form.tools
     if isinstance(choice, ToolChoice):
         name = choice.function.name
@@ -63,7 +63,9 @@ def _optional_calls(body: ChatRequest, form: AnswerForm) -> dict[str, Any]:
         shape = form.dialect.optional_calls_format(tools, body.parallel_tool_calls)
     except ValueError as error:
         raise bad_request(str(error), "tools") from None
-    return _constraint(shape, form) if shape is not None else {}
+    if shape is None:
+        raise bad_request("strict tools are not supported with this model's form of calls", "tools")
+    return _constraint(shape, form)
 
 
 def _constraint(shape: dict[str, Any], form: AnswerForm) -> dict[str, Any]:

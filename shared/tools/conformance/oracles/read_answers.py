@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from diptych.shared.dialects.parts.answer_parser import AnswerParser, Piece
-from diptych.shared.interfaces.dialect import Call, Dialect, ReasoningState
+from diptych.shared.interfaces.dialect import Call, Constraint, Dialect, ReasoningState
 
 
 class Read(NamedTuple):
@@ -29,9 +29,11 @@ def read(
     max_calls: int | None = None,
     is_cut: bool = False,
     controls: Mapping[str, str] | None = None,
+    constraint: Constraint = "none",
 ) -> Read:
     """Asserts that a call's id and name come once and first, and that ids differ."""
-    parser = AnswerParser(dialect, tools if tools is not None else {"f": True}, state, max_calls, controls)
+    tools = tools if tools is not None else {"f": True}
+    parser = AnswerParser(dialect, tools, state, max_calls, controls, constraint)
     found, ids = Read("", "", []), set[str]()
     for events in [*map(parser.feed, parts), parser.finish(is_cut)]:
         for event in events:
