@@ -36,6 +36,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "near-ties": tables.near_ties,
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
+    "server-results": tables.server_results,
     "families": tables.families,
     "calculator": tables.calculator,
     "dialects": dialects.dialect_table,

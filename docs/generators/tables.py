@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
@@ -135,6 +136,15 @@ def server_checks(group: str) -> str:
         [code(each.name), cell(each.sentence), cell(each.why)] for each in all_checks() if each.group == group
     ]
     return table(["Check", "What must hold", "Why it matters"], rows)
+
+
+def server_results() -> str:
+    """What each check of chat says about other servers, from the recorded run."""
+    path = Path(__file__).parents[1] / "samples" / "servers" / "chat.json"
+    found: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    names = dict.fromkeys(name for statuses in found.values() for name in statuses)
+    rows = [[code(name), *(statuses.get(name, "") for statuses in found.values())] for name in names]
+    return table(["Check", *found], rows)
 
 
 def _dtype(dtype: Any) -> str:

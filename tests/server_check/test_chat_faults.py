@@ -18,7 +18,7 @@ from tests.server_check.local_server import LocalServer, local_server
 from tests.server_check.tool_model.tool_folder import write_folder
 
 FAULTS = {fault.name: fault for fault in all_faults() if fault.check.startswith(CHAT_CHECKS)}
-FAST = ("one prompt token too many", "index from 1", "presence penalty ignored in chat")
+FAST = ("one prompt token too many",)
 PARAMS = [
     pytest.param(fault, id=name, marks=[] if name in FAST else [pytest.mark.full])
     for name, fault in FAULTS.items()

@@ -33,13 +33,15 @@ def answers(context: Context, asked: list[Talk], stream: bool) -> list[ToolAnswe
     found: list[ToolAnswer | None] = []
     for i, talk in enumerate(asked):
         try:
-            found.append(ask(context, talk, stream, temperature=0.6, seed=i, max_tokens=100))
+            strict = [{**tool["function"], "strict": True} for tool in talk.tools]
+            tools = [{"type": "function", "function": function} for function in strict]
+            found.append(ask(context, talk, stream, temperature=0.3, seed=i, max_tokens=100, tools=tools))
         except (Refused, Malformed):
             found.append(None)
     return found
 
 
-def finds(context: Context, asked: list[Talk], called: list[bool], lengths: list[int]) -> str:
+def finds(context: Context, asked: list[Talk], called: list[bool], lengths: list[int | None]) -> str:
     """The measure that a fault violates; empty: none."""
     for stream in (False, True):
         got = answers(context, asked, stream)
@@ -62,8 +64,8 @@ def main(folder: str, out: str) -> None:
         context = connect(server.url, folder, dtype="float32", limits=QUICK, oracle=Oracle(folder))
         asked = talks(NUM_TALKS, 7)
         called = [answer is not None and bool(answer.calls) for answer in answers(context, asked, False)]
-        lengths = [context.oracle.chat.num_prompt_tokens(talk.messages, talk.tools) for talk in asked]
-        assert finds(context, asked, called, lengths) == ""
+        lengths = [answer.num_prompt for answer in answers(context, asked, False) if answer is not None]
+        assert (found := finds(context, asked, called, lengths)) == "", found
         table = []
         for fault in all_faults():
             if fault.check.startswith(CHAT_CHECKS):
