@@ -1,4 +1,4 @@
-"""What mkdocs adds to pages: formatted quotes with a link to their file, sources, labels of table cells.
+"""What mkdocs adds to pages: formatted quotes with a link to their file, sources, links to other projects.
 
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
 link to its line. In twins, lines that the reference does not have are marked. Lines "(1) code" below a quote,
@@ -8,7 +8,6 @@ under source/: no page of them is in the navigation or in the search.
 """
 
 import difflib
-import itertools
 import re
 import subprocess
 import textwrap
@@ -28,14 +27,46 @@ from docs.generators.hook import expand
 ROOT = Path(__file__).parents[1]
 RUN = "course/run.html"
 MAX_COLUMNS = 88
-WIDE_TABLE = 3  # columns
+
+_GITHUB = "https://github.com"
+_PROJECTS = {
+    "SGLang": "sgl-project/sglang",
+    "vLLM": "vllm-project/vllm",
+    "sglang-jax": "sgl-project/sglang-jax",
+    "mini-sglang": "sgl-project/mini-sglang",
+    "FlashInfer": "flashinfer-ai/flashinfer",
+    "llama.cpp": "ggml-org/llama.cpp",
+    "nano-vllm": "GeeeekExplorer/nano-vllm",
+}
+_PAPERS = {
+    "AWQ": "2306.00978", "DistServe": "2401.09670", "FlashAttention": "2205.14135", "GPTQ": "2210.17323",
+    "Efficiently Scaling Transformer Inference": "2211.05102", "FlashAttention-3": "2407.08608",
+    "FP8 Formats for Deep Learning": "2209.05433", "GPipe": "1811.06965", "LLM.int8()": "2208.07339",
+    "Fast Inference from Transformers via Speculative Decoding": "2211.17192", "MegaBlocks": "2211.15841",
+    "Megatron-LM": "1909.08053", "Outrageously Large Neural Networks": "1701.06538", "SpecInfer": "2305.09781",
+    "NanoFlow: Towards Optimal Large Language Model Serving Throughput": "2408.12757",
+    "SmoothQuant": "2211.10438", "Switch Transformers": "2101.03961",
+    "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve": "2403.02310",
+}  # fmt: skip
+OTHERS = [
+    *(
+        (rf"{re.escape(name)} (issue|pull request) (\d+)", rf"[\g<0>]({_GITHUB}/{place}/issues/\2)")
+        for name, place in _PROJECTS.items()
+    ),
+    (r"`(python/sglang/[\w/.]+)`", rf"[`\1`]({_GITHUB}/sgl-project/sglang/tree/main/\1)"),
+    (r"`(vllm/[\w/.]+)`", rf"[`\1`]({_GITHUB}/vllm-project/vllm/tree/main/\1)"),
+    *(
+        (rf"\*{re.escape(name)}\*", rf"[\g<0>](https://arxiv.org/abs/{number})")
+        for name, number in _PAPERS.items()
+    ),
+]
+"""What pages name of other projects, as a regular expression -> its link. GitHub leads from the issue of a
+number to its pull request."""
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
 _NOTE = re.compile(r"^ *\((\d+)\) (.+)$")
 _LISTED = re.compile(r"^ *\d+\. |^ +\S|^$")
-_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-_TAG = re.compile(r"<[^>]*>")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
 _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
@@ -88,35 +119,21 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             lines.append(line)
         else:
             in_twins = line.startswith('<div class="twins"') or (in_twins and line != "</div>")
+            line = linked(line)
             line = _RESULTS.sub(lambda match: _link_to_results(match, page, files), line)
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
     return "\n".join([*lines, "", link] if link else lines)
 
 
-def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
-    """Cells of wide tables get the heading of their column, which small screens show beside each cell."""
-    return _TABLE.sub(lambda match: _labelled(match.group()), html)
-
-
-def _labelled(table: str) -> str:
-    headings = [
-        _TAG.sub("", cell).replace('"', "&quot;") for cell in re.findall(r"<th\b.*?</th>", table, re.DOTALL)
-    ]
-    if len(headings) < WIDE_TABLE:
-        return table
-    columns = itertools.cycle(headings)
-    cell = r'<td\1 data-label="{}"><div>\2</div></td>'
-    labelled = re.sub(
-        r"<td\b([^>]*)>(.*?)</td>",
-        lambda match: match.expand(cell.format(next(columns))),
-        table,
-        flags=re.DOTALL,
-    )
-    return labelled.replace("<table>", f'<table data-wide="{len(headings)}">')
+def linked(line: str) -> str:
+    """Issues, paths and papers of other projects in a line of text, as links, where they are unambiguous."""
+    for words, target in OTHERS:
+        line = re.sub(rf"(?<![\[\w]){words}(?!\])", target, line)
+    return line
 
 
 def new_lines(path: str, label: str) -> list[int]:
-    """Numbers of an optimized quote's lines that the reference's does not have; none if most are new."""
+    """Numbers of an optimized quote's lines that the reference's does not have."""
     twin = ROOT / path.replace("optimized/", "reference/", 1)
     is_twin = path.startswith("optimized/") and twin.is_file()
     if not is_twin or f"[start:{label}]" not in twin.read_text(encoding="utf-8"):
@@ -125,8 +142,7 @@ def new_lines(path: str, label: str) -> list[int]:
     other = _formatted(twin.relative_to(ROOT).as_posix(), label).splitlines()
     blocks = difflib.SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks()
     same = {block.a + i for block in blocks for i in range(block.size)}
-    new = [i + 1 for i, line in enumerate(own) if i not in same and line.strip()]
-    return new if 4 * len(new) <= 3 * len(own) else []
+    return [i + 1 for i, line in enumerate(own) if i not in same and line.strip()]
 
 
 def _annotated(text: str, number: int, written: str, code: str) -> str:

@@ -43,7 +43,7 @@ class Headline(NamedTuple):
 
 
 OFFLINE = Headline("Offline throughput, tokens/s", "offline, tokens/s", "tokens/s", True)
-STREAM = Headline("Single stream, ms per token", "single stream, ms/token", "ms", False)
+STREAM = Headline("Single stream, tokens/s", "single stream, ms/token", "ms", False)
 
 
 def groups_of(of: Headline) -> list[tuple[str, float, list[tuple[str, float]]]]:
@@ -64,19 +64,24 @@ def text_of(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
+def rate_of(of: Headline, value: float) -> str:
+    """The figure as tokens/s: of one stream, the inverse of its ms per token."""
+    return text_of(value) if of.is_rate else f"{1000 / value:,.0f}"
+
+
 def headline(svg: Svg, x: float, y: float, width: float, of: Headline) -> float:
     """Bars as shares of the roofline bound, which is the right edge."""
     svg.text(x, y + 14, of.title, "h")
-    svg.text(x, y + 32, "longer is better; right edge: roofline bound", "s")
+    svg.text(x, y + 32, "right edge: what memory and GEMMs allow", "s")
     y += 46
     for shape, bound, engines in groups_of(of):
         svg.text(x, y + 13, shape, "b")
-        svg.text(x + width, y + 13, text_of(bound), "s end")
+        svg.text(x + width, y + 13, rate_of(of, bound), "s end")
         rows = []
         for name, value in engines:
             share = value / bound if of.is_rate else bound / value
             cls = "sa" if name == "Diptych" else "fg"
-            rows.append(Bar(name.split()[0], min(share, 1), text_of(value), cls))
+            rows.append(Bar(name.split()[0], min(share, 1), rate_of(of, value), cls))
         y += 20
         end = bars(svg, x, y, width, rows)
         svg.line(x + width, y - 2, x + width, end - 2, "lc")
@@ -98,7 +103,7 @@ def engines() -> str:
     label = "Throughput and latency of four engines. " + " ".join(
         f"{of.title}: "
         + "; ".join(
-            f"{shape} " + ", ".join(f"{name} {text_of(value)}" for name, value in engines)
+            f"{shape} " + ", ".join(f"{name} {rate_of(of, value)}" for name, value in engines)
             for shape, _, engines in groups_of(of)
         )
         + "."

@@ -28,6 +28,7 @@ NOTEBOOKS = ROOT / "notebooks"
 OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
 
 _PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
+_PREDICT = re.compile(r"\bPredict\b")
 _NAMED = re.compile(r"(?<!\[)`notebooks/(\w+)\.ipynb`(?!\])")
 
 
@@ -58,23 +59,37 @@ def page_of(path: Path) -> str:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     recorded = iter(json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8")))
     has_gpu = any(name in gpu.record() for name in gpu_cells.gpu_cells(path))
-    parts = ["---\nhide: [toc]\nsearch: {exclude: true}\n---"]
+    is_question = False  # whether the text above asks for a prediction
+    parts = ["---\nsearch: {exclude: true}\n---"]
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if source.startswith(gpu_cells.HEADING) and not has_gpu:
             break
         if cell["cell_type"] == "markdown":
             parts.append(_PAGE.sub(r"[`docs/\1`](../\1)", source))
+            is_question = bool(_PREDICT.search(source))
             continue
         parts.append(f"~~~python\n{source}\n~~~")
         gpu_cell = gpu_cells.name_of(source)
         if gpu_cell is None:
-            parts += map(_output, next(recorded)["outputs"])
+            outputs = list(map(_output, next(recorded)["outputs"]))
         else:
-            parts.append(_output({"text": gpu.recorded(gpu_cell)}))
+            outputs = [_output({"text": gpu.recorded(gpu_cell)})]
+        if is_question and outputs:  # the answer opens on a click
+            outputs = ["<details markdown><summary>What it prints</summary>", *outputs, "</details>"]
+            is_question = False
+        parts += outputs
+    others = sorted(each.stem for each in NOTEBOOKS.glob("*.ipynb"))
+    here = others.index(path.stem)
+    ways = [("Previous", here - 1)] * (here > 0) + [("Next", here + 1)] * (here + 1 < len(others))
+    way = ". ".join(f"{word}: [{others[i].replace('_', ' ')}]({others[i]}.md)" for word, i in ways)
     run = f"Run it: `make notebooks`, then open `{path.name}`. The outputs are recorded."
+    stage = next(iter((NOTEBOOKS.parent / "docs" / "course").glob(f"{path.stem.replace('_', '-')}.md")), None)
+    place = (
+        f"Page of the course: [{stage.stem[3:].replace('-', ' ')}](../course/{stage.name}). " if stage else ""
+    )
     title, _, rest = "\n\n".join(parts).partition("\n\n# ")[2].partition("\n")
-    return f"{parts[0]}\n\n# {title}\n\n{run}\n{rest}\n"
+    return f"{parts[0]}\n\n# {title}\n\n{place}{run}\n{rest}\n\n{way}.\n"
 
 
 def _output(output: dict[str, str]) -> str:

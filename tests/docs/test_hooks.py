@@ -138,11 +138,16 @@ def test_a_missing_section_ends_the_build() -> None:
         hooks._section("reference/radix_cache.py", "no-such-label")
 
 
-def test_cells_of_a_wide_table_have_the_heading_of_their_column() -> None:
-    table = (
-        "<table><tr><th>a</th><th><code>b</code></th><th>c</th></tr><tr>" + "<td>1</td>" * 3 + "</tr></table>"
+def test_other_projects_are_links() -> None:
+    shown = hooks.linked(
+        "SGLang issue 38941, vLLM pull request 43869 in `vllm/v1/core/`. Lin et al., *AWQ*, 2024"
     )
-    shown = hooks.on_page_content(table, None, None, None)  # type: ignore[arg-type]
-    assert re.findall(r'data-label="(.)"><div>1</div>', shown) == ["a", "b", "c"]
-    narrow = "<table><tr><th>a</th></tr><tr><td>1</td></tr></table>"
-    assert hooks.on_page_content(narrow, None, None, None) == narrow  # type: ignore[arg-type]
+    for link in (
+        "[SGLang issue 38941](https://github.com/sgl-project/sglang/issues/38941)",
+        "[vLLM pull request 43869](https://github.com/vllm-project/vllm/issues/43869)",
+        "[`vllm/v1/core/`](https://github.com/vllm-project/vllm/tree/main/vllm/v1/core/)",
+        "[*AWQ*](https://arxiv.org/abs/2306.00978)",
+    ):
+        assert link in shown
+    once = "[vLLM issue 1](https://x) and mini-sglang issue 3"
+    assert hooks.linked(once).count("](https://") == 2
