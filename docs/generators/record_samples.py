@@ -43,6 +43,8 @@ SAMPLES = {
     "course": "diptych course start build/samples/engine\n$ cd build/samples/engine && diptych course",
     "course-grade": "cd build/samples/engine && diptych course grade 02",
     "course-lab": "diptych course lab 7",
+    "course-engine": "cd build/engines/almost && diptych course engine --name almost",
+    "course-leaderboard": "diptych course leaderboard",
     "serve": "diptych serve",
     "route": f"diptych route {SERVER}",
     "quantize": "diptych quantize tiny-dense --format int4 --output build/samples/my-int4\n"

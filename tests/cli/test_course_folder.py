@@ -101,20 +101,16 @@ def test_a_green_stage(folder: Path) -> None:
     assert "1 of 14 stages" in run("--folder", str(folder))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "diptych course start FOLDER"),
-        (["show", "99"], "no exercise for stage '99'"),
-        (["grade", "02", "--group", "nothing"], "stage 02 has no task 'nothing'"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], complaint: str, folder: Path) -> None:
-    place = folder if arguments else folder.parent
-    result = CliRunner().invoke(app, ["course", *arguments, "--folder", str(place)])
-    assert result.exit_code == 2
-    assert complaint in result.output
-    assert len(result.output.splitlines()) == 1
+def test_errors_are_one_line(folder: Path) -> None:
+    for arguments, place, complaint in (
+        ([], folder.parent, "diptych course start FOLDER"),
+        (["show", "99"], folder, "no exercise for stage '99'"),
+        (["grade", "02", "--group", "nothing"], folder, "stage 02 has no task 'nothing'"),
+    ):
+        result = CliRunner().invoke(app, ["course", *arguments, "--folder", str(place)])
+        assert result.exit_code == 2
+        assert complaint in result.output
+        assert len(result.output.splitlines()) == 1
 
 
 def test_a_damaged_file_is_named(folder: Path) -> None:

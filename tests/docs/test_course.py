@@ -55,7 +55,7 @@ def stem_of(stage: Stage) -> str:
 
 def test_every_page_and_notebook_is_a_stage() -> None:
     pages = {stage.page for stage in STAGES}
-    others = {"index.md", "commands.md", "labs.md", "run.md"}
+    others = {"index.md", "commands.md", "labs.md", "run.md", "your-engine.md"}
     assert {path.name for path in COURSE.glob("*.md")} == pages | others
     assert {path.stem for path in (COURSE / "toys").glob("*.py")} == {stem_of(stage) for stage in STAGES}
     notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}

@@ -14,7 +14,7 @@ from tests.labs.lab_bugs import BUGS
 from tests.labs.seal import fields_of
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 7
+SAMPLE = 11
 each_lab = pytest.mark.parametrize(
     "lab", [pytest.param(lab, id=lab.choice, marks=pytest.mark.full) for lab in labs()]
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diptych.shared.tools.commands.course_engine import engine, leaderboard
 from diptych.shared.tools.commands.course_lab import lab
 from diptych.shared.tools.commands.course_options import FOLDER
 
@@ -18,6 +19,8 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 app.command("lab")(lab)
+app.command("engine")(engine)
+app.command("leaderboard")(leaderboard)
 
 
 @app.callback()

@@ -100,8 +100,9 @@ def _show_next(out: Console, folder: CourseFolder, stage: Stage) -> None:
         )
     )
     rows = [("read", f"docs/course/{stage.page}")]
-    rows += [
-        ("write", f"{stage.skeleton}:{line}  {name}") for name, line in _open_functions(folder, stage, task)
+    left = _open_functions(folder, stage, task)
+    rows += [("write", f"{stage.skeleton}:{line}  {name}") for name, line in left] or [
+        ("file", stage.skeleton)
     ]
     rows += [("grade", "diptych course grade"), ("more", f"diptych course show {stage.number}")]
     out.print(Padding(_grid(rows), (0, 3)))
