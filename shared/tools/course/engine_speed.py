@@ -15,7 +15,7 @@ from diptych.shared.types import SamplingParams
 NUM_TOKENS = 32
 NUM_ROUNDS = 3
 REQUESTS = [FILLER * 3 + question for question in QUESTIONS] * 2
-"""Eight requests at once; they share a beginning of 60 tokens, so the prefix cache counts too."""
+"""Eight concurrent requests; they share a beginning of 60 tokens, so the prefix cache counts too."""
 
 
 def tokens_per_s(
