@@ -83,7 +83,7 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
             parts_of(of_experts)["experts"] / of_experts["num_layers"],
         ),
         (
-            "[GEMMs](skinny-gemm.md)",
+            "[GEMMs](linear-layers.md)",
             f"a layer of Qwen3-8B, {num_tokens} tokens",
             2 * of_layer / bandwidth(step),
             parts["GEMMs of the layers"] / step["num_layers"],
