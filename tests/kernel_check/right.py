@@ -216,6 +216,7 @@ RIGHT = {
     ("silu_and_mul", "vllm"): silu_vllm,
     ("moe", "torch"): moe,
     ("moe", "vllm"): moe,
+    ("gemm", "torch"): lambda a, b: (a.float() @ b.float().T).to(a.dtype),
     ("w8a8", "torch"): w8a8,
     ("w8a8", "vllm"): w8a8,
     ("mla.decode", "torch"): mla,

@@ -10,7 +10,8 @@ import torch
 from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.kernel_report_html import render
-from diptych.shared.tools.conformance.kernels.mistakes import PRECISION, is_rounding
+from diptych.shared.tools.conformance.kernels.mistakes import is_rounding
+from diptych.shared.tools.conformance.kernels.one_call import PRECISION
 from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from diptych.shared.tools.conformance.kernels.sampler_like import drawn
 from docs.examples.my_kernels import rms_norm, silu_and_mul
@@ -54,8 +55,8 @@ def test_mistakes_of_some_cases_are_named_with_a_case() -> None:
         raise KeyError("lost")
 
     assert check("rms_norm", two_mistakes).names == [
-        "in 1 x 64, float32: 1 + weight is multiplied, as in Gemma",
-        "in 1 x 64, float16: raises KeyError: 'lost'",
+        "in 4 x 1000, float32: 1 + weight is multiplied, as in Gemma",
+        "in 4 x 1000, float16: raises KeyError: 'lost'",
     ]
 
 
@@ -115,7 +116,7 @@ def test_tensors_that_a_convention_splits_are_dense_before_they_are_strided() ->
 
     report = check("rope", watched, cases=LIKES["rope"].cases[1:2])
     assert report.status == 0
-    assert seen[:2] == [True, False]
+    assert seen[:3] == [True, True, False]
     for like in ("rope", "mla.decode"):
         for convention in CONVENTIONS[like]:
             problem = LIKES[like].make(LIKES[like].cases[0], True)

@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "bfloat16 scores": ("attention.decode", bfloat16_scores, "precision is lost"),
     "dead slots": ("attention.decode", dead_slots_times_zero, "memory is read that is not live"),
     "unwritten": ("attention.decode", last_row_not_written, "are not written"),
-    "input": ("attention.decode", query_scaled_in_place, "argument 0 afterwards: modified"),
+    "input": ("attention.decode", query_scaled_in_place, "an input is modified"),
     "strides": ("attention.decode", strides_ignored, "strides are ignored"),
     "raises": ("attention.decode", lambda q, k, v, t: q, "raises TypeError"),
     "shape": ("attention.decode", lambda q, k, v, t, n: q.flatten(1), "shape of out"),

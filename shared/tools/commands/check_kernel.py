@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands import bench_run, kernel_output
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.kernels.kernel_report import Report
@@ -51,9 +54,25 @@ def check_kernel(
     time_limit: Annotated[
         float, typer.Option(min=0.001, help="Seconds that one call may take before it counts as failed.")
     ] = 60.0,
+    within: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=1, help="The check ends after this time."),
+    ] = 600.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Of all inputs. Default: a secret one, which is printed.",
+            show_default=False,
+        ),
+    ] = None,
     timing: Annotated[bool, typer.Option(help="Time the function on growing sizes.")] = True,
     list_all: Annotated[
-        bool, typer.Option("--list", help="List operations, conventions and shapes, and run nothing.")
+        bool,
+        typer.Option(
+            "--list", help="List operations and conventions, with --like also shapes, and run nothing."
+        ),
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
@@ -66,12 +85,13 @@ def check_kernel(
 
     Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
     """
+    from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
     from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
     from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of, operation_of
     from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel, running
 
     if list_all:
-        print_list(like)
+        kernel_output.print_list(like)
         return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
@@ -83,17 +103,25 @@ def check_kernel(
             raise ValueError(f"--ranks does not apply to {like}: it is of one process")
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
-    check_arguments(target, operation, chosen_convention, cases, features or [])
     bench_run.check_files(None, json_file, html)
-    with running(target, operation, time_limit) as function:
-        report = check_kernel(function, target, operation, chosen_convention, cases, time_limit)
-        if timing and not report.num_not_run:
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    print(f"{len(cases)} cases of {like}; the check ends within {within:g} s; --seed {seed} repeats it",
+          file=sys.stderr)  # fmt: skip
+    ends_at = time.monotonic() + within
+    with running(target, operation, time_limit, ends_at) as function:
+        child = function if isinstance(function, ChildFunction) else None
+        check_arguments(target, operation, chosen_convention, cases, features or [], child)
+        report = check_kernel(function, target, operation, chosen_convention, cases, time_limit, seed)
+        if timing and not report.status:
             from diptych.shared.tools.bench.bare_kernel import time_sizes
 
-            for verdict, seconds in time_sizes(function, operation, chosen_convention, time_limit):
+            for verdict, seconds in time_sizes(function, operation, chosen_convention, seed):
                 report.verdicts.append(verdict)
                 report.timings += [] if seconds is None else [seconds]
-    print_report(report)
+        if child is not None and not report.status:
+            problem = operation.make(cases[-1], chosen_convention.takes_scale, seed)
+            report.operators = child.operators(chosen_convention.build(problem))
+    kernel_output.print_report(report)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     if html is not None:
@@ -132,82 +160,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": report.device,
         "status": report.status,
         "summary": report.summary,
+        "seed": report.seed,
+        "operators": report.operators,
         "mistakes": report.names,
         "cases": [finite(asdict(verdict)) for verdict in report.verdicts],
         "timings": [asdict(timing) for timing in report.timings],
     }
-
-
-def print_list(only: str | None) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LIKES, operation_of
-
-    console = Console()
-    for name in [operation_of(only)] if only else LIKES:
-        console.print(Text(f"{name}: {LIKES[name].what}", "bold"))
-        for each in CONVENTIONS[name]:
-            console.print(Text(f"  --convention {each.library}: {each.signature}"))
-            console.print(Text(f"    {each.shapes}", "dim"))
-
-
-def print_report(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from diptych.shared.tools.conformance.kernels.kernel_report_html import observed
-
-    console = Console()
-    console.print(Text(report.summary, "bold red" if report.status else "green"))
-    for name in report.names:
-        console.print(Text(f"what it does: {name}", "red"))
-    table = Table(
-        "case", title=f"{report.like.name}, convention {report.convention.library}: {report.target}"
-    )
-    for heading in ("error", "allowed"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict", overflow="fold")
-    before = ""
-    for verdict in report.verdicts:
-        words, style = verdict.words, "green"
-        if verdict.failure is not None:
-            style = "red"
-        elif verdict.refusal is not None or verdict.refused_forms:
-            style = "yellow"
-        if words != "holds":
-            words, before = "as above" if words == before else words, words
-        table.add_row(
-            Text(verdict.case), f"{verdict.error:.1e}", f"{verdict.allowed:.1e}", Text(words, style)
-        )
-    console.print(table)
-    for line in observed(report):
-        console.print(Text(line))
-    print_timings(report)
-
-
-def print_timings(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    if not report.timings:
-        return
-    table = Table("size", title=f"µs of one call, on {report.device}")
-    has_bound = any(timing.bound is not None for timing in report.timings)
-    for heading in ("this function", report.like.beside, *(("bound", "of the bound") if has_bound else ())):
-        table.add_column(heading, justify="right")
-    for timing in report.timings:
-        cells = [_us(timing.seconds), _us(timing.ours)]
-        if timing.bound is not None:
-            cells += [_us(timing.bound), f"{100 * timing.bound / timing.seconds:.0f} %"]
-        table.add_row(Text(timing.case), *cells)
-    console = Console()
-    console.print(table)
-    for note in report.timing_notes:
-        console.print(Text(note, "yellow"))
-
-
-def _us(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e6 * seconds:.1f}"

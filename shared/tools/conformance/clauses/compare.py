@@ -69,7 +69,7 @@ def expect_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolera
     a, e = actual.detach().cpu().to(torch.float64), expected.detach().cpu().to(torch.float64)
     both_infinite = (a == e) & torch.isinf(e)
     error = torch.where(both_infinite, 0.0, (a - e).abs())
-    wrong = ~(error <= tolerance.atol + tolerance.rtol * e.abs()) & ~both_infinite
+    wrong = ~(error <= tolerance.allowed(e)) & ~both_infinite
     wrong &= ~(torch.isnan(a) & torch.isnan(e))
     if wrong.any():
         flat = torch.where(torch.isnan(error), torch.inf, error)

@@ -16,6 +16,10 @@ class Tolerance:
     rms: float
     reason: str
 
+    def allowed(self, expected: torch.Tensor) -> torch.Tensor:
+        """The largest error of each element."""
+        return self.atol + self.rtol * expected.abs()
+
     def __str__(self) -> str:
         return f"atol {self.atol:g}, rtol {self.rtol:g}"
 
@@ -101,6 +105,11 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         torch.float32: Tolerance(1e-5, 1e-4, 1e-5, _GEMM_CHAIN),
         torch.float16: Tolerance(5e-3, 1e-2, 5e-3, _GEMM_CHAIN),
         torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _GEMM_CHAIN),
+    },
+    "gemm": {
+        torch.float32: Tolerance(1e-5, 1e-5, 2e-6, _SUM),
+        torch.float16: Tolerance(2e-3, 2 * _EPS[torch.float16], 1e-3, _SUM),
+        torch.bfloat16: Tolerance(8e-3, 2 * _EPS[torch.bfloat16], 8e-3, _SUM),
     },
     "quantized linear": {
         torch.float32: Tolerance(1e-5, 1e-5, 1e-6, _SUM),

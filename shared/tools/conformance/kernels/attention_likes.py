@@ -126,10 +126,10 @@ def timed(device: str, is_extend: bool) -> tuple[AttentionCase, ...]:
     )
 
 
-def make_attention(case: AttentionCase, takes_scale: bool) -> Problem:
+def make_attention(case: AttentionCase, takes_scale: bool, seed: int = 0) -> Problem:
     """q [num_tokens, num_qo_heads, head_dim]; k, v [num_pages, page_size, num_kv_heads, head_dim];
     page_table int32 [num_requests, max_pages], padded with a page that is not live; lens, qo_indptr int32."""
-    batch = case.make()
+    batch = replace(case, seed=case.seed + seed).make()
     if not takes_scale and case.scale != 1.0:
         batch.q = (batch.q.double() * case.scale).to(case.dtype)
         batch.layer = replace(batch.layer, scale=case.head_dim**-0.5)
@@ -144,7 +144,7 @@ def make_attention(case: AttentionCase, takes_scale: bool) -> Problem:
         case.name,
         tensors,
         {"scale": batch.layer.scale, "window": case.sliding_window},
-        {"out": batch.expected()},
+        dense,
         "attention",
         case.dtype,
         max(case.seq_lens),
@@ -169,19 +169,20 @@ def page_tables(batch: AttentionBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def make_mla(case: MLACase, takes_scale: bool) -> Problem:
+def make_mla(case: MLACase, takes_scale: bool, seed: int = 0) -> Problem:
     """q [batch, num_qo_heads, kv_lora_rank + qk_rope_head_dim], with W_k absorbed; k [num_pages, page_size,
     1, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank numbers are the values too."""
+    case = replace(case, seed=case.seed + seed)
     batch = case.make()
     rank, row_size = case.kv_lora_rank, case.kv_lora_rank + case.qk_rope_head_dim
     k = batch.kv_pool.k_buffer(LAYER_ID).view(-1, case.page_size, 1, row_size)
     q = Inputs(case.seed + 2).normal(len(case.requests), case.num_qo_heads, row_size, dtype=case.dtype)
     constants = {"scale": batch.layer.scale, "window": -1, "rank": rank}
-    problem = Problem(
+    return Problem(
         case.name,
         {"q": q, "k": k, **page_tables(batch)},
         constants,
-        {},
+        dense,
         "attention",
         case.dtype,
         max(case.seq_lens),
@@ -189,7 +190,6 @@ def make_mla(case: MLACase, takes_scale: bool) -> Problem:
         2.0 * case.num_qo_heads * (row_size + rank) * sum(case.seq_lens),
         own_kernels.on_gpu(own_kernels.mla_decode, batch, q),
     )
-    return replace(problem, expected=dense(problem))
 
 
 def _ours(batch: AttentionBatch) -> object:
@@ -209,6 +209,7 @@ DECODE_LIKE = Like(
     partial(timed, is_extend=False),
     make_attention,
     DECODE_SUSPECTS,
+    sparse="q",
     paged=("k", "v"),
     rows=("q", "page_table", "lens"),
     more_cases={"window": WINDOWS},
@@ -221,6 +222,7 @@ MLA_LIKE = Like(
     timed_mla,
     make_mla,
     MLA_SUSPECTS,
+    sparse="q",
     paged=("k",),
     rows=("q", "page_table", "lens"),
     more_cases={"small": SMALL_MLA},
@@ -233,5 +235,6 @@ EXTEND_LIKE = Like(
     partial(timed, is_extend=True),
     make_attention,
     SUSPECTS,
+    sparse="q",
     paged=("k", "v"),
 )

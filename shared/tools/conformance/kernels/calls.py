@@ -235,7 +235,11 @@ def moe_args(p: Problem) -> Call:
     return Call((p["x"], p["w13"], p["w2"], p["topk_weights"], p["topk_ids"]))
 
 
-def gemm_torch(p: Problem) -> Call:
+def gemm(p: Problem) -> Call:
+    return Call((p["a"], p["b"]))
+
+
+def scaled_gemm(p: Problem) -> Call:
     return Call((p["a"], p["b"].T, p["scale_a"], p["scale_b"].T, p.constants["dtype"]))
 
 

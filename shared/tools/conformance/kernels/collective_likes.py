@@ -36,14 +36,14 @@ def timed_sums(device: str) -> tuple[Case, ...]:
     return table("num_tokens size dtype layout num_calls", *rows, name=f"{{num_tokens}} x {size}")
 
 
-def make_all_reduce(case: Case, takes_scale: bool, num_ranks: int) -> Problem:
+def make_all_reduce(case: Case, takes_scale: bool, seed: int = 0, *, num_ranks: int) -> Problem:
     """x, out [num_ranks, num_calls, num_tokens, size], on the CPU. The variance of the sums is about the same
     for any number of ranks."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(11 + seed)
     shape = (num_ranks, case.num_calls, case.num_tokens, case.size)
     x = (torch.randn(shape, generator=generator) * (DEFAULT_RANKS / num_ranks) ** 0.5).to(case.dtype)
     return Problem(
-        case.name, {"x": x}, {"layout": case.layout, "late": None}, _summed(x), "sum over ranks", case.dtype,
+        case.name, {"x": x}, {"layout": case.layout, "late": None}, _of_inputs, "sum over ranks", case.dtype,
         case.num_tokens * case.size, 0.0, 0.0, limit=lambda _: limit_of_sum(num_ranks, case.dtype),
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def _summed(x: torch.Tensor, mistake: str = "") -> dict[str, torch.Tensor]:
     return {"out": of_each_rank[mistake]}
 
 
-def _of_inputs(problem: Problem, mistake: str) -> dict[str, torch.Tensor]:
+def _of_inputs(problem: Problem, mistake: str = "") -> dict[str, torch.Tensor]:
     return _summed(problem["x"], mistake)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diptych.shared.tools.conformance.kernels import calls
 from diptych.shared.tools.conformance.kernels.attention_likes import DECODE_LIKE, EXTEND_LIKE, MLA_LIKE
 from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
+from diptych.shared.tools.conformance.kernels.gemm_like import GEMM_LIKE
 from diptych.shared.tools.conformance.kernels.layer_likes import LAYER_LIKES
 from diptych.shared.tools.conformance.kernels.problem import Convention
 from diptych.shared.tools.conformance.kernels.sampler_like import SAMPLER_LIKE
@@ -13,7 +14,8 @@ from diptych.shared.tools.conformance.kernels.verify_like import VERIFY_LIKE
 LIKES = {
     like.name: like
     for like in (
-        DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE, all_reduce_like()
+        DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, GEMM_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE,
+        all_reduce_like(),
     )
 }  # fmt: skip
 
@@ -71,6 +73,10 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
                    "rope_dim], out [batch, 1, num_qo_heads, rank]",
                    calls.mla_flash_mla),
     ),
+    "gemm": (
+        Convention("torch", "f(a, b) -> out", "a [num_tokens, size], b [out, size], out = a @ b.T "
+                   "[num_tokens, out]", calls.gemm, ("a",)),
+    ),
     "rms_norm": (
         Convention("torch", "rms_norm(input, normalized_shape, weight, eps) -> out",
                    "input, out [num_tokens, size], weight [size]", calls.norm_torch, ("x",)),
@@ -123,16 +129,16 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
     "w8a8": (
         Convention("torch", "f(a, b, scale_a, scale_b, out_dtype) -> out",
                    "a int8 [num_tokens, size], b int8 [size, out], columns dense, scale_a float32 "
-                   "[num_tokens, 1], scale_b float32 [1, out]", calls.gemm_torch),
+                   "[num_tokens, 1], scale_b float32 [1, out]", calls.scaled_gemm),
         Convention("vllm", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype) -> out",
                    "a int8 [num_tokens, size], b int8 [size, out], columns dense, scale_a float32 "
-                   "[num_tokens, 1], scale_b float32 [1, out]", calls.gemm_torch),
+                   "[num_tokens, 1], scale_b float32 [1, out]", calls.scaled_gemm),
     ),
     "sampler": (
         Convention("torch", "f(logits, temperature, top_k, top_p) -> ids",
                    "logits float32 [num_rows, vocab_size], temperature, top_p float32, top_k int32, ids "
                    f"int32 or int64 [num_rows]; top_k is vocab_size where there is none; {_JOINT}",
-                   calls.sampler_torch),
+                   calls.sampler_torch, ("logits",)),
         Convention("flashinfer", "top_k_top_p_sampling_from_probs(probs, top_k, top_p, "
                    "filter_apply_order='joint') -> ids", "probs float32 [num_rows, vocab_size], top_k int32, "
                    f"top_p float32, ids int32 or int64 [num_rows]; {_JOINT}", calls.sampler_flashinfer),

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from diptych.shared.tools.conformance.kernels.problem import Convention, Like
 
+NOISE = 0.1
+"""The spread of repeated times above which the report warns."""
+
 
 @dataclass
 class Verdict:
@@ -14,7 +17,7 @@ class Verdict:
     its limit. `failure`: what is wrong, or None. `refusal`: why the function does not support the case.
     `refused_forms`: form of the inputs, such as strided rows -> why the function does not support it, in a
     case that it supports. `reports`: observations that are not required. `ends_check`: no further case can be
-    run."""
+    run. `conduct`: the name of what a kernel must not do, whatever its results are."""
 
     case: str
     dtype: str
@@ -26,6 +29,7 @@ class Verdict:
     refused_forms: dict[str, str] = field(default_factory=dict)
     reports: dict[str, bool] = field(default_factory=dict)
     ends_check: bool = False
+    conduct: str = ""
 
     @property
     def words(self) -> str:
@@ -40,13 +44,15 @@ class Verdict:
 @dataclass
 class Timing:
     """Seconds of one call. `ours`: of the function it is compared with. `bound`: bytes over bandwidth or
-    FLOPs over rate, whichever is larger."""
+    FLOPs over rate, whichever is larger. `spread`: how far the quartiles of
+    repeated times are apart, over their median."""
 
     case: str
     size: int
     seconds: float
     ours: float | None
     bound: float | None
+    spread: float = 0.0
 
 
 @dataclass
@@ -58,7 +64,10 @@ class Report:
     verdicts: list[Verdict]
     timings: list[Timing]
     names: list[str]  # of mistakes that explain the failures
-    num_not_run: int = 0  # cases after one that ended the check
+    num_not_run: int = 0  # cases after one that ended the check, or after its time
+    seed: int = 0  # of all inputs
+    operators: list[str] = field(default_factory=list)  # of torch, and kernels, in one call
+    notes: list[str] = field(default_factory=list)
 
     @property
     def failing(self) -> list[Verdict]:
@@ -69,7 +78,7 @@ class Report:
         """0: every supported case holds; 1: one fails; 2: none could be checked."""
         if self.failing:
             return 1
-        return 2 if self.num_refused == len(self.verdicts) else 0
+        return 2 if self.num_not_run or self.num_refused == len(self.verdicts) else 0
 
     @property
     def num_refused(self) -> int:
@@ -83,6 +92,11 @@ class Report:
         notes = []
         if self.device.startswith("CPU"):
             notes.append("These are times of a CPU: they do not show how fast a kernel is on a GPU.")
+        if (worst := max(timing.spread for timing in self.timings)) > NOISE:
+            notes.append(
+                f"Repeated times differ by up to {100 * worst:.0f} %: other work runs on this computer. "
+                "Smaller differences are noise."
+            )
         if all(timing.ours is None for timing in self.timings):
             notes.append(
                 f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
@@ -97,6 +111,8 @@ class Report:
         if self.failing:
             rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
             return f"{len(self.failing)} of {num_cases} cases fail{rest}"
+        if self.num_not_run:
+            return f"{num_cases} cases hold, {self.num_not_run} are not run: the time of the check is over"
         if self.num_refused == num_cases:
             return f"all {num_cases} cases are refused: nothing was checked"
         without = Counter(form for verdict in self.verdicts for form in verdict.refused_forms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +19,18 @@ Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Problem:
-    """One operation with its inputs and expected results.
+    """One operation with its inputs.
 
     `tensors`: the inputs under the names of the operation, on the device under check; memory that must not be
-    read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance table, if
-    there is no `limit`, which computes the tolerance from expected results. `size`: the x value in plots.
-    `num_bytes`, `flops`: for the roofline bound. `ours`: the same operation by an implementation of this
-    project."""
+    read holds NaN. `truth`: problem -> the results in float64 on the CPU. `kind`: the row of the tolerance
+    table, if there is no `limit`, which computes the tolerance from expected results. `size`: the x value in
+    plots. `num_bytes`, `flops`: for the roofline bound. `ours`: the same operation by an implementation of
+    this project. `dtypes`: of results that have another than `dtype`."""
 
     name: str
     tensors: Tensors
     constants: Mapping[str, Any]
-    expected: Mapping[str, torch.Tensor]
+    truth: Suspect = field(compare=False)
     kind: str
     dtype: torch.dtype
     size: int
@@ -37,10 +38,20 @@ class Problem:
     flops: float
     ours: Callable[[], object] | None = field(default=None, compare=False)
     limit: Callable[[Tensors], Tolerance] | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @cached_property
+    def expected(self) -> dict[str, torch.Tensor]:
+        """The results in float64 on the CPU, computed at the first use: after the calls under check."""
+        return self.truth(self)
 
     @property
     def tolerance(self) -> Tolerance:
         return self.limit(self.expected) if self.limit else tolerance(self.kind, self.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(each.numel() for each in self.tensors.values())
 
     @property
     def device(self) -> torch.device:
@@ -83,10 +94,18 @@ class Problem:
         }
         return self.with_tensors(**finite)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a result."""
+        return self.dtypes.get(name, self.dtype)
+
     def row(self, i: int, names: tuple[str, ...]) -> Problem:
-        """The problem with row i of the batch alone."""
+        """The problem with row i of the batch alone; of draws, with group i."""
+        if "num_groups" in self.constants:
+            step = self.constants["num_groups"]
+            alone = self.with_tensors(**{name: self[name][i::step].clone() for name in names})
+            return alone.with_constants(num_groups=1)
         alone = self.with_tensors(**{name: self[name][i : i + 1].clone() for name in names})
-        return replace(alone, expected={name: each[i : i + 1] for name, each in self.expected.items()})
+        return replace(alone, truth=lambda _: {name: y[i : i + 1] for name, y in self.expected.items()})
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,8 @@ class Like:
     """An operation of `--like`.
 
     `cases` have awkward sizes; `timed` returns the timed cases for a kind of device. `make(case,
-    takes_scale)` draws the inputs; for a convention without a scale, q is scaled. `paged`: tensors
+    takes_scale, seed)` draws the inputs; for a convention without a scale, q is scaled. `sparse`: the tensor
+    of which `other_contents` sets elements to 0. `paged`: tensors
     [num_pages, ...]; `rows`: tensors with one row for each member of the batch. `more_cases`: feature ->
     cases that are checked on request. `suspects`: name of a known mistake -> its results. `ranks`: the number
     of processes; 0: a plain function. `beside`: the function whose time is compared."""
@@ -104,8 +124,9 @@ class Like:
     size_name: str
     cases: tuple[Any, ...]
     timed: Callable[[str], tuple[Any, ...]]
-    make: Callable[[Any, bool], Problem]
+    make: Callable[[Any, bool, int], Problem]
     suspects: Mapping[str, Suspect]
+    sparse: str = ""
     paged: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     more_cases: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -139,18 +160,30 @@ class Convention:
 
 
 class Variant(NamedTuple):
-    """A problem with the same expected results in another form. `what`: the form in a message; `label`: the
-    same in short; `mistake`: of a function that fails in this form only."""
+    """A problem in another form. `what`: the form in a message; `label`: the same in short; `mistake`: of a
+    function that fails in this form only. `is_same`: the call has the memory of the call before. `contents`:
+    a name of the inputs and expected results, if they are not those of the problem itself."""
 
     label: str
     what: str
     problem: Problem
     mistake: str = ""
+    is_same: bool = False
+    contents: str = ""
 
 
-def variants_of(like: Like, convention: Convention, problem: Problem) -> list[Variant]:
-    """The forms in which a function is run: the problem itself comes first."""
+SAME = "other contents in the same memory"
+
+
+def variants_of(
+    like: Like, convention: Convention, problem: Problem, other: Problem | None = None
+) -> list[Variant]:
+    """The forms in which a function is run: the problem itself comes first. `other`: the same sizes with
+    other contents."""
     variants = [Variant("values", "values", problem)]
+    if other is not None:
+        mistake = "a result is kept for an address: other contents in the same memory give a wrong result"
+        variants.append(Variant(SAME, SAME, other, mistake, is_same=True, contents="other"))
     if like.paged:
         mistake = "the result depends on which pages hold the KV"
         moved = problem.with_other_pages(like.paged)
@@ -163,6 +196,23 @@ def variants_of(like: Like, convention: Convention, problem: Problem) -> list[Va
         late = f"rank {rank} is late"
         variants.append(Variant(late, f"when {late}", problem.with_constants(late=rank)))
     return variants
+
+
+def other_contents(like: Like, case: Any, takes_scale: bool, seed: int) -> Problem:
+    """The problem of another seed, with zeros in the first column, and in the last row except one element."""
+    problem = like.make(case, takes_scale, seed)
+    if not like.sparse:
+        return problem
+    x = problem[like.sparse].clone()
+    rows = x.flatten(1) if x.is_contiguous() else x.view(len(x), -1)
+    if problem.kind != "draws" and rows.shape[1] > 1:
+        column = 1 + seed % (rows.shape[1] - 1)
+        kept = rows[-1, column].clone()
+        rows[-1] = 0
+        rows[-1, column] = torch.where(kept == 0, torch.ones_like(kept), kept)
+    if rows.shape[1] > 1:
+        rows[:, 0] = 0
+    return problem.with_tensors(**{like.sparse: x})
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:

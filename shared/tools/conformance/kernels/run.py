@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn
+from diptych.shared.tools.conformance.kernels.bias import check_bias
+from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.collective_likes import expect_same_sums, in_order
+from diptych.shared.tools.conformance.kernels.functions import Ended, LocalFunction, Raised
 from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 from diptych.shared.tools.conformance.kernels.mistakes import name_mistakes
 from diptych.shared.tools.conformance.kernels.one_call import (
     FAILURES,
     REFUSALS,
+    STALE,
+    Conduct,
+    Function,
+    History,
     Results,
     call,
     check_form,
@@ -30,170 +37,235 @@ from diptych.shared.tools.conformance.kernels.one_call import (
     same_bits,
     sentence,
 )
-from diptych.shared.tools.conformance.kernels.problem import Convention, Like, Problem, variants_of
+from diptych.shared.tools.conformance.kernels.problem import (
+    Call,
+    Convention,
+    Like,
+    Problem,
+    Variant,
+    other_contents,
+    variants_of,
+)
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 from diptych.shared.tools.conformance.kernels.rank_worker import FORMS
 
+AGAIN, ALONE = "another call", "a row alone"
+OTHER = 1_000_003
+"""Added to the seed of a case's inputs: the seed of its other contents."""
+LARGEST_OTHER = 2**26
 SECONDS = 60.0
 """That one call may take: kernels in Triton's interpreter are slow."""
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
-    if ":" not in target:
-        raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
-    function: Callable[..., Any] = registry.load("the kernel", target)
-    if not callable(function) or isinstance(function, type):
-        kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r:.60}"
-        raise ValueError(f"{target} is {kind}, not a function")
-    return function
-
-
 @contextmanager
-def running(target: str, like: Like, seconds: float = SECONDS) -> Iterator[Callable[..., Any]]:
-    """The function with a time limit. A function over ranks has its own processes, which end with the
-    block."""
-    function = load_function(target)
-    if like.ranks:
-        with RankProcesses(target, like.ranks, seconds) as ranks:
-            yield ranks
-    else:
-        yield function
+def running(
+    target: str, like: Like, seconds: float = SECONDS, ends_at: float = float("inf")
+) -> Iterator[ChildFunction | RankProcesses]:
+    """The function in a process of its own, or in those of its ranks, which end with the block. `ends_at`: of
+    time.monotonic, when the check ends."""
+    with ChildFunction(target, seconds, ends_at) as function:
+        if not like.ranks:
+            yield function
+            return
+        function.start()  # the target is named correctly
+    with RankProcesses(target, like.ranks, seconds) as ranks:
+        yield ranks
 
 
 def check_arguments(
-    target: str, like: Like, convention: Convention, cases: tuple[Any, ...], features: Sequence[str] = ()
+    target: str,
+    like: Like,
+    convention: Convention,
+    cases: tuple[Any, ...],
+    features: Sequence[str] = (),
+    function: ChildFunction | None = None,
 ) -> None:
     """Raises `ValueError` if the function cannot take the arguments of the convention: those of the first
     case, and of the first case of each feature."""
-    function = load_function(target)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin: not known
-        return
+    if function is None:
+        with ChildFunction(target) as function:
+            return check_arguments(target, like, convention, cases, features, function)
     for case in (cases[0], *(like.more_cases[feature][0] for feature in features)):
         if like.ranks:
-            args, kwargs = FORMS[convention.library].arguments(torch.empty(0), None)
+            made = Call(*FORMS[convention.library].arguments(torch.empty(0), None))
         else:
-            made = convention.build(like.make(case, convention.takes_scale))
-            args, kwargs = made.args, made.kwargs
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
+            made = convention.build(like.make(case, convention.takes_scale, 0))
+        if wrong := function.bind(made):
             raise ValueError(
-                f"{target} takes {signature}; convention {convention.library} calls "
-                f"{convention.signature}: {error}. Other conventions: --list --like {like.name}"
-            ) from None
+                f"{target} takes {wrong[0]}; convention {convention.library} calls "
+                f"{convention.signature}: {wrong[1]}. Other conventions: --list --like {like.name}"
+            )
+    return None
+
+
+class Made(NamedTuple):
+    """A call that was made: its results, or what it raised."""
+
+    what: str
+    problem: Problem
+    contents: str
+    results: Results | None = None
+    error: BaseException | None = None
 
 
 def check_problem(
-    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
+    function: Function,
+    like: Like,
+    convention: Convention,
+    problem: Problem,
+    other: Problem | None = None,
+    history: History | None = None,
 ) -> Verdict:
-    verdict = Verdict(
-        problem.name,
-        str(problem.dtype).removeprefix("torch."),
-        problem.size,
-        allowed=problem.tolerance.rms,
-    )
-    outputs: dict[str, Results] = {}
-    what = "values"
+    """All calls of a case come first; what is expected is computed after them. `other`: the same sizes with
+    other contents."""
+    dtype = str(problem.dtype).removeprefix("torch.")
+    verdict = Verdict(problem.name, dtype, problem.size)
+    history = history or History()
+    made = _calls(function, like, convention, problem, other, verdict)
+    for each in made:
+        if each.error is None:
+            history.add(each.problem, each.results or {}, f"{problem.name}: {each.contents}")
+    if verdict.refusal is not None:
+        return verdict
+    verdict.allowed = problem.tolerance.rms
     try:
-        for label, what, variant, _ in variants_of(like, convention, problem):
-            results = call_or_refusal(function, convention, variant, label, verdict)
-            if verdict.refusal is not None:
-                return verdict
-            if results is None:
-                continue
-            outputs[label] = results
-            check_form(problem, results, what)
-            error = largest_error(problem, results)
-            verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
-            check_values(problem, results, what)
-            if like.ranks:
-                expect_same_sums(what, results["out"], outputs["values"]["out"])
-        what = "another call"
-        verdict.reports = observations(function, like, convention, problem, outputs, verdict)
+        for each in made:
+            _check_call(each, like, made, verdict, history)
+        verdict.reports = observations(like, problem, {each.what: each.results or {} for each in made})
+    except Conduct as conduct:
+        verdict.failure, verdict.conduct = sentence(conduct), conduct.name
     except Mismatch as mismatch:
         verdict.failure = sentence(mismatch)
-        verdict.ends_check = isinstance(mismatch, DoesNotReturn)
+        verdict.ends_check = isinstance(mismatch, (DoesNotReturn, Ended))
     except FAILURES as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{frame.filename}:{frame.lineno}"
-        verdict.failure = f"{what}: raised {type(error).__name__}: {error} ({place})"
+        verdict.failure = f"{made[-1].what}: raised {described(error)}"
         verdict.ends_check = not device_works()
     return verdict
 
 
-def call_or_refusal(
-    function: Callable[..., Any], convention: Convention, problem: Problem, form: str, verdict: Verdict
-) -> Results | None:
-    """The results. None if the function refuses this form of the inputs, which the verdict then has."""
-    try:
-        return call(function, convention, problem)
-    except REFUSALS as error:
-        if form == "values":
-            verdict.refusal = str(error)
-        else:
-            verdict.refused_forms[form] = str(error)
-        return None
+def described(error: BaseException) -> str:
+    if isinstance(error, Raised):
+        return f"{error} ({error.place})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
 
 
-def observations(
-    function: Callable[..., Any],
+def _calls(
+    function: Function,
     like: Like,
     convention: Convention,
     problem: Problem,
-    outputs: dict[str, Results],
+    other: Problem | None,
     verdict: Verdict,
-) -> dict[str, bool]:
+) -> list[Made]:
+    """The calls of a case until one fails or the case is refused."""
+    variants = variants_of(like, convention, problem, other)
+    if problem.kind != "draws" and not like.ranks:
+        variants.append(Variant(AGAIN, AGAIN, problem))
+        if like.rows and len(problem[like.rows[0]]) > 1:
+            variants.append(Variant(ALONE, ALONE, problem.row(1, like.rows), contents=ALONE))
+    made: list[Made] = []
+    for variant in variants:
+        contents = variant.contents or "values"
+        try:
+            results = call(function, convention, variant.problem, variant.is_same)
+        except REFUSALS as error:
+            if variant.label == "values":
+                verdict.refusal = str(error)
+                return made
+            verdict.refused_forms[variant.label] = str(error)
+        except (Mismatch, *FAILURES) as error:
+            return [*made, Made(variant.what, variant.problem, contents, error=error)]
+        else:
+            made.append(Made(variant.what, variant.problem, contents, results))
+    return made
+
+
+def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, history: History) -> None:
+    """Raises what is wrong with a call."""
+    if made.error is not None:
+        raise made.error
+    problem, results, what = made.problem, made.results or {}, made.what
+    try:
+        check_form(problem, results, what)
+        error = largest_error(problem, results)
+        verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
+        check_values(problem, results, what)
+    except Mismatch:
+        if history.is_stale(results, f"{all_made[0].problem.name}: {made.contents}"):
+            raise Conduct(STALE, what) from None
+        raise
+    if made.contents == "values":
+        check_bias(problem, results)
+    if like.ranks:
+        expect_same_sums(what, results["out"], (all_made[0].results or {})["out"])
+
+
+def observations(like: Like, problem: Problem, outputs: dict[str, Results]) -> dict[str, bool]:
     """Observations that are not required. `outputs`: form of the inputs -> results."""
     values = outputs["values"]
     if like.ranks:
         ordered = {"out": in_order(problem)}
         return {"the bits are those of a float32 sum in the order of ranks": same_bits(values, ordered)}
     found = {}
-    if problem.kind != "draws":
-        again = call_or_refusal(function, convention, problem, "a second call", verdict)
-        if again is not None:
-            found["a second call gives the same bits"] = same_bits(again, values)
-    if "other pages" in outputs:
-        found["other pages give the same bits"] = same_bits(outputs["other pages"], values)
-    if like.rows and len(problem[like.rows[0]]) > 1:
-        row = problem.row(1, like.rows)
-        alone = call_or_refusal(function, convention, row, "a row alone", verdict)
-        if alone is not None:
-            in_batch = {name: result[1:2] for name, result in values.items()}
-            found["a row alone gives the same bits"] = same_bits(alone, in_batch)
+    if AGAIN in outputs:
+        found["a second call gives the same bits"] = same_bits(outputs[AGAIN], values)
+    if "on other pages" in outputs:
+        found["other pages give the same bits"] = same_bits(outputs["on other pages"], values)
+    if ALONE in outputs:
+        in_batch = {name: result[1:2] for name, result in values.items()}
+        found["a row alone gives the same bits"] = same_bits(outputs[ALONE], in_batch)
     return found
 
 
 def check_kernel(
-    function: Callable[..., Any],
+    function: Any,
     target: str,
     like: Like,
     convention: Convention,
     cases: tuple[Any, ...] | None = None,
     seconds: float = SECONDS,
+    seed: int = 0,
 ) -> Report:
-    """Check every case (or only `cases`) and name the mistakes. `seconds`: the time limit of one call. The
-    caller adds timings."""
+    """Check every case (or only `cases`) and name the mistakes. `function`: a `ChildFunction`,
+    `RankProcesses`, or a function in this process. `seconds`: the time limit of one call in this process.
+    `seed`: of all inputs. The caller adds timings."""
     chosen = like.cases if cases is None else cases
     device = function.device_name if isinstance(function, RankProcesses) else device_name()
-    report = Report(like, convention, target, device, [], [], [])
-    limited_function = function if like.ranks else limited(function, seconds)
-    failing = []
+    report = Report(like, convention, target, device, [], [], [], seed=seed)
+    caller = as_function(function, seconds)
+    ends_at = function.ends_at if isinstance(function, ChildFunction) else float("inf")
+    failing, holding, history = [], [], History()
     for case in chosen:
-        problem = like.make(case, convention.takes_scale)
-        verdict = check_problem(limited_function, like, convention, problem)
+        if time.monotonic() > ends_at:
+            break
+        case_seed = seed + zlib.crc32(case.name.encode()) % OTHER
+        problem = like.make(case, convention.takes_scale, case_seed)
+        other = None
+        if not like.ranks and problem.num_elements < LARGEST_OTHER:
+            other = other_contents(like, case, convention.takes_scale, case_seed + OTHER)
+        verdict = check_problem(caller, like, convention, problem, other, history)
         report.verdicts.append(verdict)
         if verdict.ends_check:
-            report.num_not_run = len(chosen) - len(report.verdicts)
-            return report
-        if verdict.failure is not None:
-            failing.append(problem)
-    if failing:
-        report.names = name_mistakes(limited_function, like, convention, failing)
+            report.names = [str(verdict.failure)]
+            break
+        if verdict.conduct:
+            report.names = list(dict.fromkeys((*report.names, verdict.conduct)))
+        elif verdict.failure is not None:
+            failing.append((problem, other))
+        elif verdict.refusal is None:
+            holding.append(problem)
+    report.num_not_run = len(chosen) - len(report.verdicts)
+    if failing and not report.num_not_run:
+        names = name_mistakes(caller, like, convention, failing, holding, ends_at)
+        report.names += [name for name in names if name not in report.names]
     return report
+
+
+def as_function(function: Any, seconds: float) -> Function:
+    if isinstance(function, (ChildFunction, LocalFunction)):
+        return function
+    return LocalFunction(function if isinstance(function, RankProcesses) else limited(function, seconds))
 
 
 def device_name() -> str:

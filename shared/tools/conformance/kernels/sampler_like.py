@@ -20,6 +20,9 @@ from diptych.shared.tools.conformance.kernels.draw_frequencies import (
 from diptych.shared.tools.conformance.kernels.problem import Like, Problem, Tensors, bytes_of
 from diptych.shared.tools.conformance.oracles.sampling_oracle import Ask, filtered
 
+CLEAR = 1e-4
+"""The smallest distance of a probability from top-p, and of the logits around top-k."""
+
 Group = tuple[float, int, float]  # temperature, top-k (-1: none), top-p
 
 
@@ -39,6 +42,7 @@ SAMPLED: tuple[Case, ...] = table(
     (10, ((1.0, -1, 0.6),)),
     (50, ((0.8, 20, 0.8),)),
     (33, ((1.5, 7, 0.95),)),
+    (300, ((2.0, -1, 1.0),)),
     (12, ((1.0, -1, 1.0), (1.0, -1, 1.0))),
     (11, ((0.7, 5, 1.0), (1.0, -1, 0.7), (1.5, 3, 0.9))),
     name=_name,
@@ -52,16 +56,15 @@ def timed_draws(device: str) -> tuple[Case, ...]:
     return table("num_draws vocab_size groups", *rows, name="{num_draws} x {vocab_size}")
 
 
-def make_sampler(case: Case, takes_scale: bool) -> Problem:
+def make_sampler(case: Case, takes_scale: bool, seed: int = 0) -> Problem:
     """logits float32 [num_rows, vocab_size], temperature, top_p float32, top_k int32 [num_rows], where
     vocab_size means no top-k. Row i has the logits and the parameters of group i % num_groups, `num_draws`
     rows a group. top_p applies to the whole distribution, also with a top-k. The result is the frequency of
     each token in each group."""
-    logits = Inputs(3).normal(len(case.groups), case.vocab_size)
-    expected = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, of_group, parameters in zip(expected, logits, case.groups):
-        for token, probability in filtered(of_group.tolist(), Ask("", *parameters).req()).kept.items():
-            row[token] = probability
+    inputs = Inputs(3 + seed)
+    logits = inputs.normal(len(case.groups), case.vocab_size)
+    while not all(is_clear(row.tolist(), each) for row, each in zip(logits, case.groups)):
+        logits = inputs.normal(len(case.groups), case.vocab_size)
     temperatures, top_ks, top_ps = (
         torch.tensor(each, device=logits.device).repeat(case.num_draws) for each in zip(*case.groups)
     )
@@ -72,10 +75,22 @@ def make_sampler(case: Case, takes_scale: bool) -> Problem:
         "top_p": top_ps,
     }
     return Problem(
-        case.name, tensors, {"num_groups": len(case.groups)}, {"frequency": expected}, "draws", torch.float32,
+        case.name, tensors, {"num_groups": len(case.groups)}, drawn, "draws", torch.float32,
         tensors["logits"].numel(), bytes_of(tensors["logits"]), 0.0,
         own_kernels.on_gpu(own_kernels.sampler, *tensors.values()), limit=partial(_limit, case.num_draws),
     )  # fmt: skip
+
+
+def is_clear(logits: list[float], group: Group) -> bool:
+    """Whether roundings do not change which tokens the filters keep."""
+    ordered = sorted(logits, reverse=True)
+    k = group[1]
+    if 0 < k < len(logits) and ordered[k - 1] - ordered[k] < CLEAR:
+        return False
+    temperature, _, top_p = group
+    near = (top_p,) if top_p == 1.0 else (top_p - CLEAR, top_p + CLEAR)
+    kept = [set(filtered(logits, Ask("", temperature, k, p).req()).kept) for p in near]
+    return kept[0] == kept[-1]
 
 
 def _limit(num_draws: int, expected: Tensors) -> Tolerance:
@@ -134,5 +149,6 @@ SUSPECTS = {
 
 SAMPLER_LIKE = Like(
     "sampler", "A token of each row is drawn, after temperature, top-k and top-p.", "logits", SAMPLED,
-    timed_draws, make_sampler, SUSPECTS,
+    timed_draws, make_sampler, SUSPECTS, sparse="logits",
+    rows=("logits", "temperature", "top_k", "top_p"),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from diptych.shared.tools.conformance.kernels.draw_frequencies import (
     FEW_DRAWS,
     NUM_DRAWS,
     SIGMAS,
+    DrawTolerance,
     expect_ids,
     frequency,
 )
@@ -41,24 +42,23 @@ def timed_verify(device: str) -> tuple[Case, ...]:
     return table("num_draws vocab_size num_drafts sharpness", *rows, name="{num_draws} x 3 x {vocab_size}")
 
 
-def make_verify(case: Case, takes_scale: bool) -> Problem:
+def make_verify(case: Case, takes_scale: bool, seed: int = 0) -> Problem:
     """draft_probs float32 [num_rows, num_drafts, vocab_size], draft_token_ids int32 [num_rows, num_drafts],
     drawn from them, target_probs float32 [num_rows, num_drafts + 1, vocab_size]. The results: frequency of
     the token at each place, among rows that reach it, and how often each draft is accepted."""
-    inputs = Inputs(5)
+    inputs = Inputs(5 + seed)
     target = 0.8 * inputs.normal(case.num_drafts + 1, case.vocab_size)
     draft = target[:-1] + case.sharpness * inputs.normal(case.num_drafts, case.vocab_size)
     target, draft = target.softmax(-1), draft.softmax(-1)
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + seed)
     drawn = torch.multinomial(draft.cpu(), case.num_draws, True, generator=generator).T
     tensors = {
         "draft_probs": draft.repeat(case.num_draws, 1, 1),
         "draft_token_ids": drawn.contiguous().to(target.device, torch.int32),
         "target_probs": target.repeat(case.num_draws, 1, 1),
     }
-    p, q = target.cpu().double(), draft.cpu().double()
     return Problem(
-        case.name, tensors, {}, _verified(p, torch.minimum(p[:-1], q).sum(-1)), "draws", torch.float32,
+        case.name, tensors, {}, _walk, "draws", torch.float32,
         tensors["target_probs"].numel(), bytes_of(tensors["draft_probs"], tensors["target_probs"]), 0.0,
         own_kernels.on_gpu(own_kernels.verify, tensors["draft_token_ids"], tensors["target_probs"]),
         limit=partial(_limit, case.num_draws),
@@ -68,11 +68,9 @@ def make_verify(case: Case, takes_scale: bool) -> Problem:
 def _limit(num_draws: int, expected: Tensors) -> Tolerance:
     """The last place is reached by the fewest rows."""
     if num_draws < NUM_DRAWS:
-        return FEW_DRAWS
+        return DrawTolerance(0.0, 0.0, math.inf, FEW_DRAWS, 1.0)
     reached = num_draws * float(expected["accepted"][:-1].prod())
-    tokens = torch.stack([each for name, each in expected.items() if name != "accepted"])
-    spread = SIGMAS / math.sqrt(max(reached, 1.0))
-    return Tolerance(0.5 / num_draws, spread / math.sqrt(float(tokens[tokens > 0].min())), 3 * spread, DRAWS)
+    return DrawTolerance(0.0, 0.0, 3 * SIGMAS / math.sqrt(max(reached, 1.0)), DRAWS, max(reached, 1.0))
 
 
 def _verified(tokens: torch.Tensor, accepted: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -94,7 +92,7 @@ def walk_results(problem: Problem, returned: Any) -> dict[str, torch.Tensor]:
     return {**results, "accepted": counts[1:] / counts[:-1].clamp(min=1)}
 
 
-def _walk(problem: Problem, mistake: str) -> dict[str, torch.Tensor]:
+def _walk(problem: Problem, mistake: str = "") -> dict[str, torch.Tensor]:
     p, q = problem["target_probs"][0].cpu().double(), problem["draft_probs"][0].cpu().double()
     both = torch.minimum(p[:-1], q)
     accepted, tokens = both.sum(-1), p.clone()

@@ -1,0 +1,78 @@
+"""Functions that hang, fork, exit, print or take memory: targets of a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from docs.examples.my_kernels import silu_and_mul
+
+
+def hangs(x: Any) -> Any:
+    while True:
+        time.sleep(1)
+
+
+def hangs_in_c(x: Any) -> Any:
+    return sum(range(10**15))
+
+
+def exits(x: Any) -> Any:
+    os._exit(3)
+
+
+def raises_system_exit(x: Any) -> Any:
+    sys.exit(0)
+
+
+def forks(x: Any) -> Any:
+    os.fork()
+    return silu_and_mul(x)
+
+
+def prints(x: Any) -> Any:
+    while True:
+        print("all cases hold " * 1000)
+
+
+def prints_a_line(x: Any) -> Any:
+    print("a line")
+    return silu_and_mul(x)
+
+
+def takes_memory(x: Any) -> Any:
+    kept = []
+    while True:
+        kept.append(torch.ones(2**26))
+
+
+def is_killed(x: Any) -> Any:
+    os.kill(os.getpid(), 9)
+
+
+def answers(x: Any) -> Any:
+    """Writes to the pipe of the answers."""
+    for file in range(3, 20):
+        try:
+            os.write(file, b"\x02\0\0\0\0\0\0\0{}")
+        except OSError:
+            continue
+    return silu_and_mul(x)
+
+
+CONDUCT = {
+    hangs: "a return within 1 s, got none",
+    hangs_in_c: "a return within 1 s, got none",
+    exits: "ended with exit code 3",
+    raises_system_exit: "raised SystemExit: 0",
+    forks: "forks a process",
+    prints: "printed more than 10 MiB",
+    takes_memory: "memory",
+    is_killed: "ended with signal SIGKILL",
+    answers: "malformed",
+}
+"""function -> what the only failure says"""

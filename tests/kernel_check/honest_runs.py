@@ -1,0 +1,88 @@
+"""Checks right functions with many seeds: how often is there a false alarm?
+
+python -m tests.kernel_check.honest_runs --seeds 1000 [--like rms_norm] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from diptych.shared import registry
+from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
+from diptych.shared.tools.conformance.kernels.run import check_kernel
+from tests.kernel_check.cheat_runs import cases_of
+from tests.kernel_check.cheats import HONEST, planted
+from tests.kernel_check.right import RIGHT
+
+
+def reference_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+    """The layer of the reference panel."""
+    norm = registry.load("layers", "reference").RMSNorm(x.shape[-1], eps=eps)
+    norm.weight.data = weight
+    return norm(x)
+
+
+FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "rms_norm": {
+        "plain": HONEST["rms_norm"],
+        "torch": lambda x, shape, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
+        "reference": reference_norm,
+    },
+    "gemm": {"plain": HONEST["gemm"], "torch": lambda a, b: F.linear(a, b)},
+    "attention.decode": {"plain": HONEST["attention.decode"], "torch": planted(18, "attention.decode")},
+    "sampler": {"plain": HONEST["sampler"]},
+    "silu_and_mul": {"plain": RIGHT["silu_and_mul", "torch"]},
+    "rope": {"plain": RIGHT["rope", "torch"]},
+    "add_rms_norm": {"plain": RIGHT["add_rms_norm", "torch"]},
+    "moe": {"plain": RIGHT["moe", "torch"]},
+    "w8a8": {"plain": RIGHT["w8a8", "torch"]},
+    "mla.decode": {"plain": RIGHT["mla.decode", "torch"]},
+    "verify": {"plain": RIGHT["verify", "torch"]},
+}
+
+
+def run_seeds(like: str, seeds: Iterable[int]) -> list[str]:
+    """The alarms: name of the function, seed, case and failure."""
+    alarms = []
+    for name, function in FUNCTIONS[like].items():
+        for seed in seeds:
+            cases = cases_of(like, 0)
+            torch.manual_seed(seed)
+            report = check_kernel(function, name, LIKES[like], convention_of(like, "torch"), cases, seed=seed)
+            alarms += [f"{name}, seed {seed}, {each.case}: {each.failure}" for each in report.failing]
+    return alarms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--like", action="append")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for like in arguments.like or FUNCTIONS:
+        begin = time.monotonic()
+        alarms = run_seeds(like, range(arguments.seeds))
+        num_checks = arguments.seeds * len(FUNCTIONS[like]) * len(cases_of(like, 0))
+        rows.append({"like": like, "functions": list(FUNCTIONS[like]), "seeds": arguments.seeds,
+                     "checks": num_checks, "alarms": alarms})  # fmt: skip
+        print(
+            f"{like}: {len(alarms)} alarms in {num_checks} cases, {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+        for each in alarms[:5]:
+            print(f"  {each}", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

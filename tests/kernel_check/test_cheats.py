@@ -1,0 +1,111 @@
+"""Patterns that pass other checkers are found and named; user code that does not return a result is one clear
+verdict; right functions give no alarm for any seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
+from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
+from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
+from tests.kernel_check.cheat_runs import FILE, cases_of, found, run_here
+from tests.kernel_check.cheats import HONEST, IN_CHILD, IN_TIMING, PATTERNS, REPORTED
+from tests.kernel_check.conduct import CONDUCT, exits, forks, prints_a_line
+from tests.kernel_check.honest_runs import run_seeds
+
+TABLE = json.loads(FILE.read_text(encoding="utf-8"))
+HERE = [each for each in PATTERNS if each not in (*IN_TIMING, *REPORTED, *IN_CHILD)]
+
+
+@pytest.mark.parametrize("pattern", HERE)
+def test_patterns_in_a_gemm_are_found_and_named(pattern: int) -> None:
+    report = run_here(pattern, "gemm")
+    assert report.status == 1
+    assert report.names[0] == TABLE[str(pattern)]["found"]["gemm"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("like", HONEST)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_all_patterns_are_found_and_named(pattern: int, like: str) -> None:
+    assert found(pattern, like) == TABLE[str(pattern)]["found"][like]
+
+
+def test_the_table_has_a_name_for_every_pattern_and_operation() -> None:
+    assert set(TABLE) == {str(each) for each in PATTERNS}
+    for row in TABLE.values():
+        assert set(row["found"]) == set(HONEST)
+        assert "NOT NAMED" not in row["found"].values()
+
+
+@pytest.mark.parametrize("like", ["gemm", "rms_norm"])
+def test_right_functions_give_no_alarm(like: str) -> None:
+    assert run_seeds(like, range(5)) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("like", HONEST)
+def test_right_functions_give_no_alarm_for_many_seeds(like: str) -> None:
+    assert run_seeds(like, range(100)) == []
+
+
+def verdict_of(function: Callable[..., Any], seconds: float = 1.0) -> tuple[str, int]:
+    target = f"{function.__module__}:{function.__name__}"
+    like, convention = LIKES["silu_and_mul"], convention_of("silu_and_mul", "torch")
+    with ChildFunction(target, seconds) as child:
+        check_arguments(target, like, convention, like.cases[:1], (), child)
+        report = check_kernel(child, target, like, convention, like.cases[:3])
+    assert report.status == 1
+    assert report.names
+    return str(report.failing[0].failure), report.num_not_run
+
+
+def test_a_function_that_ends_its_process_has_one_verdict() -> None:
+    failure, num_not_run = verdict_of(exits)
+    assert CONDUCT[exits] in failure
+    assert num_not_run == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("function", CONDUCT, ids=lambda each: each.__name__)
+def test_code_that_returns_no_result_has_one_verdict(function: Callable[..., Any]) -> None:
+    failure, num_not_run = verdict_of(function, 60.0 if CONDUCT[function] == "memory" else 1.0)
+    assert CONDUCT[function] in failure
+    assert num_not_run in (0, 2)
+
+
+@pytest.mark.full
+def test_a_check_ends_within_its_time() -> None:
+    import time
+
+    target = "tests.kernel_check.conduct:hangs"
+    like, convention = LIKES["silu_and_mul"], convention_of("silu_and_mul", "torch")
+    with ChildFunction(target, 60.0) as child:
+        child.start()
+        child.ends_at = time.monotonic() + 0.5
+        report = check_kernel(child, target, like, convention)
+    assert "got none" in str(report.failing[0].failure)
+    assert report.num_not_run == len(like.cases) - 1
+
+
+@pytest.mark.full
+def test_a_line_that_is_printed_is_no_failure() -> None:
+    target = "tests.kernel_check.conduct:prints_a_line"
+    like, convention = LIKES["silu_and_mul"], convention_of("silu_and_mul", "torch")
+    with ChildFunction(target) as child:
+        assert check_kernel(child, target, like, convention, like.cases[:2]).status == 0
+        assert child.printed > 0
+    assert forks.__name__ == "forks"
+    assert prints_a_line.__name__ in target
+
+
+def test_a_verdict_depends_on_the_seed_only() -> None:
+    first, again, other = (run_here(7, "gemm", seed) for seed in (3, 3, 4))
+    words = [[each.words for each in report.verdicts] for report in (first, again, other)]
+    assert words[0] == words[1]
+    assert words[0] != words[2]
+    assert cases_of("gemm", 7) == LIKES["gemm"].cases
