@@ -17,6 +17,7 @@ from diptych.shared.tools.commands import (
     diff,
     doctor,
     evaluate,
+    export,
     generate,
     quantize,
     route,
@@ -66,6 +67,7 @@ app.command("warm")(warm.warm)
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
 app.add_typer(course.app, name="course")
+app.add_typer(export.app, name="export")
 
 
 def _print_version(value: bool) -> None:

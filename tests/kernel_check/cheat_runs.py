@@ -42,7 +42,7 @@ def run_here(pattern: int, like: str, seed: int = 0) -> Report:
 
 
 def run_in_child(pattern: int, like: str) -> str:
-    """What is found in a process of its own: the first name, the failure of a timed call, or the operators."""
+    """What a process of its own shows: the first name, the failure of a timed call, or the operators."""
     target = f"tests.kernel_check.cheats:c{pattern}_{like.replace('.', '_')}"
     operation: Like = LIKES[like]
     convention = convention_of(like, "torch")

@@ -25,6 +25,8 @@ from diptych.shared.tools.conformance.kernels.run import as_function, check_prob
 CACHE_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
 """The inputs of one pass have more bytes than a cache, if `MOST_SETS` sets can."""
 MOST_SETS, FEWEST_SETS = 64, 4
+DECIDED = 100.0
+"""A logit so large that its row has one token."""
 NUM_PASSES, NUM_CHECKED = 7, 2
 
 
@@ -106,7 +108,7 @@ def perturbed(problem: Problem, like: Like, choose: random.Random) -> Problem:
         return problem
     x = problem[like.sparse].clone()
     flat = x.view(-1) if x.is_contiguous() else x.flatten()
-    value = choose.gauss(0.0, 1.0)
+    value = choose.gauss(0.0, 1.0) if problem.kind != "draws" else DECIDED
     flat[choose.randrange(flat.numel())] = value if x.is_floating_point() else round(40 * value) % 100
     return problem.with_tensors(**{like.sparse: flat.view(x.shape)})
 

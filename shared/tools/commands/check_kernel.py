@@ -45,6 +45,22 @@ def check_kernel(
         list[str] | None,
         typer.Option("--with", metavar="FEATURE", help="Also check: window. May be repeated."),
     ] = None,
+    definition: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DEF.json",
+            help="Of FlashInfer Trace; the target is a Solution, a .json file.",
+            show_default=False,
+        ),
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="W.jsonl",
+            help="Workloads of the Definition: cases of an operation that --list does not have.",
+            show_default=False,
+        ),
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -93,6 +109,14 @@ def check_kernel(
     if list_all:
         kernel_output.print_list(like)
         return
+    if definition is not None:
+        bench_run.check_files(None, json_file, html)
+        reports = solution_reports(target, definition, workload, time_limit, within, seed)
+        for each in reports[:-1]:
+            print(f"the Definition's own reference: {each.summary}")
+            print(*(f"  {each.case}: {each.failure}" for each in each.failing[:3]), sep="\n")
+        finish(reports[-1], json_file, html)
+        return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
     like = operation_of(like)
@@ -104,9 +128,7 @@ def check_kernel(
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
     bench_run.check_files(None, json_file, html)
-    seed = secrets.randbelow(2**31) if seed is None else seed
-    print(f"{len(cases)} cases of {like}; the check ends within {within:g} s; --seed {seed} repeats it",
-          file=sys.stderr)  # fmt: skip
+    seed = announced(f"{len(cases)} cases of {like}", within, seed)
     ends_at = time.monotonic() + within
     with running(target, operation, time_limit, ends_at) as function:
         child = function if isinstance(function, ChildFunction) else None
@@ -121,6 +143,11 @@ def check_kernel(
         if child is not None and not report.status:
             problem = operation.make(cases[-1], chosen_convention.takes_scale, seed)
             report.operators = child.operators(chosen_convention.build(problem))
+    finish(report, json_file, html)
+
+
+def finish(report: Report, json_file: Path | None, html: Path | None) -> None:
+    """Prints and writes the report, and exits with its status."""
     kernel_output.print_report(report)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
@@ -130,6 +157,35 @@ def check_kernel(
         html.write_text(render(report), encoding="utf-8")
     if report.status:
         raise typer.Exit(report.status)
+
+
+def solution_reports(
+    target: str | None,
+    definition: Path,
+    workload: Path | None,
+    time_limit: float,
+    within: float,
+    seed: int | None,
+) -> list[Report]:
+    from diptych.shared.tools.conformance.formats import trace_check, trace_files
+
+    read = trace_files.read_definition(definition)
+    solution = None if target is None else trace_files.read_solution(Path(target))
+    if solution is not None and solution.definition != read.name:
+        raise ValueError(f"{target} is a Solution of {solution.definition}, not of {read.name}")
+    workloads = [] if workload is None else trace_files.read_workloads(workload, read)
+    seed = announced(f"Definition {read.name}", within, seed)
+    ends_at = time.monotonic() + within
+    return trace_check.check_solution(
+        read, solution, workloads, seconds=time_limit, ends_at=ends_at, seed=seed
+    )
+
+
+def announced(what: str, within: float, seed: int | None) -> int:
+    """The seed, which is printed with the time in which the check ends."""
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    print(f"{what}; the check ends within {within:g} s; --seed {seed} repeats it", file=sys.stderr)
+    return seed
 
 
 def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:

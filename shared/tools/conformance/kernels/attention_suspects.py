@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
         scale = q.shape[2] ** change["scale_exponent"]
     window = problem.constants["window"] + change.get("window", 0)
     has_window = problem.constants["window"] >= 0 and not change.get("no_window")
-    output = q.new_zeros(*q.shape[:2], v.shape[3])
+    output, lse = q.new_zeros(*q.shape[:2], v.shape[3]), q.new_zeros(q.shape[:2])
     for i, length in enumerate(lens):
         keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
         new = starts[i + 1] - starts[i]
@@ -43,9 +44,10 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
                 continue
             scores = torch.einsum("hd,nhd->hn", q[row], keys[begin:end]) * scale
             output[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[begin:end])
+            lse[row] = scores.logsumexp(-1) / math.log(2)
             if change.get("unnormalised"):
                 output[row] *= (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
-    return {"out": output}
+    return {"out": output, "lse": lse} if change.get("lse") else {"out": output}
 
 
 def changed_table(table: torch.Tensor, change: Mapping[str, Any]) -> torch.Tensor:

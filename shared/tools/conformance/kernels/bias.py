@@ -16,7 +16,8 @@ HALF_UNIT = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
 def check_bias(problem: Problem, results: Results) -> None:
     """Raises `Mismatch` if all results are too large or too small by the same share, beyond what roundings
-    to the type of the output can cause. Equal values count once: they are rounded alike."""
+    to the type of the output can cause: one of each element, and one of a factor of each row. Equal values
+    count once: they are rounded alike."""
     for name, truth in problem.expected.items():
         half_unit = HALF_UNIT.get(results[name].dtype)
         if half_unit is None or problem.kind == "draws":
@@ -30,7 +31,10 @@ def check_bias(problem: Problem, results: Results) -> None:
         got = torch.zeros_like(values).index_put_((index,), got)
         square = values.square().sum()
         slope = float((got * values).sum() / square - 1)
-        deviation = half_unit / 3**0.5 * float(values.pow(4).sum().sqrt() / square)
+        rows = truth.nan_to_num(0.0).flatten(0, -2).square().sum(-1)
+        of_rows = float(rows.square().sum() / rows.sum().square())
+        of_elements = float(values.pow(4).sum() / square.square())
+        deviation = half_unit / 3**0.5 * (of_elements + of_rows) ** 0.5
         if abs(slope) > BIAS_SIGMAS * deviation and abs(slope) > half_unit / 4:
             size = f"{100 * abs(slope):.2g} % too {'large' if slope > 0 else 'small'}"
             raise Mismatch(

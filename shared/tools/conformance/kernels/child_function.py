@@ -43,10 +43,13 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_THRESHOLD_":
 
 class ChildFunction:
     """The function in a new process, which gets its inputs only. The process is ended with its whole group
-    after a call without an answer. `ends_at`: of time.monotonic, when the whole check must end."""
+    after a call without an answer. `ends_at`: of time.monotonic, when the whole check must end. `folder`: of
+    modules that the target imports."""
 
-    def __init__(self, target: str, seconds: float = 60.0, ends_at: float = float("inf")) -> None:
-        self.target, self.seconds, self.ends_at = target, seconds, ends_at
+    def __init__(
+        self, target: str, seconds: float = 60.0, ends_at: float = float("inf"), folder: str = ""
+    ) -> None:
+        self.target, self.seconds, self.ends_at, self.folder = target, seconds, ends_at, folder
         self.printed, self.tail = 0, b""
         self._num_calls = 0
         self._layout: Layout | None = None
@@ -74,8 +77,9 @@ class ChildFunction:
         self._is_started = True
         device = str(check_device())
         memory = _half_of_memory() if device == "cpu" else 0
+        paths = [self.folder, *sys.path] if self.folder else sys.path
         answer = self._ask(
-            START_SECONDS, do="start", target=self.target, paths=sys.path, device=device,
+            START_SECONDS, do="start", target=self.target, paths=paths, device=device,
             threads=torch.get_num_threads(), memory=memory,
         )  # fmt: skip
         if "error" in answer:

@@ -13,6 +13,7 @@ from diptych.shared.tools.conformance.clauses.poison import INT_POISON
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 
 NUM_DRAWS = 20_000
+FEWEST_DRAWS = 200
 SIGMAS = 5.5
 """A right function fails at one token in 10 million."""
 
@@ -32,7 +33,7 @@ class DrawTolerance(Tolerance):
     def allowed(self, expected: torch.Tensor) -> torch.Tensor:
         n = self.num_draws
         limit = SIGMAS * (expected * (1 - expected).clamp(min=0) / n).sqrt() + RARE / n
-        if n < NUM_DRAWS / 100:
+        if n < FEWEST_DRAWS:
             limit = torch.full_like(expected, torch.inf)
         return torch.where(expected > 0, limit, 0.5 / n)
 
@@ -42,7 +43,7 @@ class DrawTolerance(Tolerance):
 
 def limit_of_draws(probs: torch.Tensor, num_draws: int) -> Tolerance:
     """The tolerance of frequencies among `num_draws` draws of each row of probs [num_rows, vocab_size]."""
-    if num_draws < NUM_DRAWS:
+    if num_draws < FEWEST_DRAWS:
         return DrawTolerance(0.0, 0.0, math.inf, FEW_DRAWS, 1.0)
     norms = probs.norm(dim=-1)
     mean = (1 - norms.square()).clamp(min=0)  # of the squared norm of the error, times num_draws

@@ -55,6 +55,7 @@ def make_rms_norm(case: Case, takes_scale: bool, seed: int = 0, is_added: bool =
     x = (case.std * inputs.normal(case.num_tokens, case.size)).clamp(-6e4, 6e4).to(case.dtype)
     weight = inputs.normal(case.size, dtype=case.dtype)
     tensors = {"x": x, "weight": weight}
+    eps = case.fields().get("eps", EPS)
     if is_added:
         tensors["residual"] = (case.std * inputs.normal(*x.shape) / 4).clamp(-3e4, 3e4).to(case.dtype)
         tensors["x"] = x = (x / 4).to(case.dtype)
@@ -64,7 +65,7 @@ def make_rms_norm(case: Case, takes_scale: bool, seed: int = 0, is_added: bool =
         ours = partial(norm.add_and_norm, x.clone(), tensors["residual"].clone())
     num_bytes = (4 if is_added else 2) * bytes_of(x) + bytes_of(weight)
     return Problem(
-        case.name, tensors, {"eps": EPS}, norm_like, "norm", case.dtype, x.numel(), num_bytes, 0.0, ours
+        case.name, tensors, {"eps": eps}, norm_like, "norm", case.dtype, x.numel(), num_bytes, 0.0, ours
     )
 
 

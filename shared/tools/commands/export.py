@@ -1,0 +1,38 @@
+"""`diptych export`: writes what other projects read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Write data sets that other projects read.", no_args_is_help=True)
+
+
+@app.callback()
+def of_kind() -> None:
+    """Write data sets that other projects read."""
+
+
+@app.command()
+def trace(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder of the data set.", show_default=False)
+    ],
+    op: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="Only this type of operation: rmsnorm. May be repeated."),
+    ] = None,
+    traces: Annotated[bool, typer.Option(help="Also check and time the Solutions here.")] = True,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of all inputs.")] = 0,
+) -> None:
+    """Write a data set of FlashInfer Trace, with NaN in the unused memory of its Workloads."""
+    from diptych.shared.tools.conformance.formats import trace_export
+    from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
+
+    for each in op or ():
+        if each not in DEFINITIONS:
+            raise ValueError(f"--op {each}: it can be {', '.join(DEFINITIONS)}")
+    for line in trace_export.export(folder, op or [], seed, traces):
+        print(line, flush=True)

@@ -1,0 +1,1 @@
+"""Kernels in the formats of others: FlashInfer Trace, KernelBench, GPU MODE."""

@@ -1,0 +1,177 @@
+"""Reads the files of FlashInfer Trace: Definitions, Solutions and Workloads."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "bool",
+)  # fmt: skip
+LANGUAGES = ("python", "triton")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a Definition. `shape`: names of axes; None: a scalar."""
+
+    shape: tuple[str, ...] | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An operation. `axes`: name -> size; None: variable. `inputs`, `outputs`: in the order of the call.
+    `reference`: source with a function `run`."""
+
+    name: str
+    op_type: str
+    axes: Mapping[str, int | None]
+    inputs: Mapping[str, Spec]
+    outputs: Mapping[str, Spec]
+    reference: str
+
+    @property
+    def const(self) -> dict[str, int]:
+        return {name: size for name, size in self.axes.items() if size is not None}
+
+    def shape_of(self, spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[axis] for axis in spec.shape or ())
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`sources`: path -> text. `is_dps`: outputs are arguments, after the inputs."""
+
+    name: str
+    definition: str
+    sources: Mapping[str, str]
+    file: str
+    function: str
+    is_dps: bool = True
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`axes`: name -> size. `values`: input -> tensor or scalar; the others are random."""
+
+    axes: Mapping[str, int]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    uuid: str = ""
+
+
+def read_definition(path: Path) -> Definition:
+    """Raises `ValueError` that names what is wrong."""
+    data = _read(path)
+    try:
+        axes = {
+            name: None if axis["type"] == "var" else int(axis["value"]) for name, axis in data["axes"].items()
+        }
+        inputs, outputs = ({name: _spec(path, name, each) for name, each in data[kind].items()}
+                           for kind in ("inputs", "outputs"))  # fmt: skip
+        definition = Definition(data["name"], data["op_type"], axes, inputs, outputs, data["reference"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no Definition of FlashInfer Trace: {error!r} is missing or wrong"
+        ) from None
+    for name, spec in {**inputs, **outputs}.items():
+        for axis in spec.shape or ():
+            if axis not in axes:
+                raise ValueError(f"{path}: {name} has the axis {axis!r}, which is not defined")
+    if both := set(inputs) & set(outputs):
+        raise ValueError(f"{path}: {', '.join(sorted(both))} is an input and an output")
+    try:
+        body = ast.parse(definition.reference).body
+    except SyntaxError as error:
+        raise ValueError(f"{path}: the reference is no Python: {error}") from None
+    if not any(isinstance(each, ast.FunctionDef) and each.name == "run" for each in body):
+        raise ValueError(f"{path}: the reference has no function run")
+    return definition
+
+
+def _spec(path: Path, name: str, data: Mapping[str, Any]) -> Spec:
+    if data["dtype"] not in DTYPES:
+        raise ValueError(f"{path}: dtype of {name} is {data['dtype']!r}; known are {', '.join(DTYPES)}")
+    shape = data["shape"]
+    return Spec(None if shape is None else tuple(shape), getattr(torch, data["dtype"]))
+
+
+def read_solution(path: Path) -> Solution:
+    """Raises `ValueError` that names what is wrong."""
+    data = _read(path)
+    try:
+        spec = data["spec"]
+        language = spec["language"]
+        file, _, function = spec["entry_point"].partition("::")
+        sources = {each["path"]: each["content"] for each in data["sources"]}
+        solution = Solution(
+            data["name"],
+            data["definition"],
+            sources,
+            file,
+            function,
+            spec.get("destination_passing_style", True),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no Solution of FlashInfer Trace: {error!r} is missing or wrong"
+        ) from None
+    if language not in LANGUAGES:
+        raise ValueError(f"{path}: language {language} is not supported: only {', '.join(LANGUAGES)}")
+    if file not in sources:
+        raise ValueError(f"{path}: entry_point {spec['entry_point']!r} names no file of the sources")
+    for each in sources:
+        if Path(each).is_absolute() or ".." in Path(each).parts:
+            raise ValueError(f"{path}: source {each!r} is outside of the folder of the solution")
+    return solution
+
+
+def read_workloads(path: Path, definition: Definition) -> list[Workload]:
+    """The lines of a file for this Definition. Blobs are relative to the root of the data set, the folder
+    above `workloads`."""
+    folders = [each for each in path.resolve().parents if each.name == "workloads"]
+    root = folders[0].parent if folders else path.resolve().parent
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            workload = data["workload"]
+            if data["definition"] == definition.name:
+                values = {name: value for name, each in workload["inputs"].items()
+                          if (value := _value(root, each)) is not None}  # fmt: skip
+                found.append(Workload(workload["axes"], values, workload.get("uuid", str(number))))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number} is no Workload: {error}") from None
+    if not found:
+        raise ValueError(f"{path} has no Workload of {definition.name}")
+    return found
+
+
+def _value(root: Path, data: Mapping[str, Any]) -> Any:
+    """A tensor or scalar; None: random."""
+    if data["type"] == "scalar":
+        return data["value"]
+    if data["type"] != "safetensors":
+        return None
+    from safetensors.torch import load_file
+
+    return load_file(root / data["path"])[data["tensor_key"]]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is no object")
+    return data
