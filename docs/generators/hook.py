@@ -20,7 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import clients, commands, components, dialects, http, measured, mechanisms, tables, works
+from docs.generators import (
+    clients,
+    commands,
+    components,
+    dialects,
+    http,
+    kernel_cheats,
+    measured,
+    mechanisms,
+    tables,
+    works,
+)
 
 Notes = dict[str, str]
 
@@ -37,6 +48,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
     "server-results": tables.server_results,
+    "cheats": kernel_cheats.cheats,
+    "honest-kernels": kernel_cheats.honest_kernels,
     "families": tables.families,
     "calculator": tables.calculator,
     "dialects": dialects.dialect_table,

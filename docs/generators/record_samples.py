@@ -33,7 +33,7 @@ SAMPLES = {
     "pytest-plugin": "pytest --diptych docs/examples/my_radix_cache.py:MyRadixCache \\\n"
     "  --component radix_cache -k split- -r p --disable-warnings",
     "check-kernel": "diptych check kernel docs/examples/my_kernels.py:rms_norm_eps_outside \\\n"
-    "  --like rms_norm --case bfloat16 --no-timing",
+    "  --like rms_norm --case bfloat16 --no-timing --seed 0",
     "check-kernel-list": "diptych check kernel --list",
     "pytest-plugin-fails": "mkdir -p build\n"
     "$ sed 's/= lower.lock_ref, upper/= 0, upper/' docs/examples/my_radix_cache.py > build/my_cache.py\n"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ def reference_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
     norm.weight.data = weight
     return norm(x)
 
+
+FILE = Path(__file__).with_name("honest_runs.json")
+CHUNK = 20
 
 FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {
@@ -65,23 +67,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--like", action="append")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=FILE, help="Written after every chunk of seeds.")
     arguments = parser.parse_args()
-    rows = []
-    for like in arguments.like or FUNCTIONS:
-        begin = time.monotonic()
-        alarms = run_seeds(like, range(arguments.seeds))
-        num_checks = arguments.seeds * len(FUNCTIONS[like]) * len(cases_of(like, 0))
-        rows.append({"like": like, "functions": list(FUNCTIONS[like]), "seeds": arguments.seeds,
-                     "checks": num_checks, "alarms": alarms})  # fmt: skip
-        print(
-            f"{like}: {len(alarms)} alarms in {num_checks} cases, {time.monotonic() - begin:.0f} s",
-            flush=True,
-        )
-        for each in alarms[:5]:
-            print(f"  {each}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = {
+        like: {"like": like, "functions": list(FUNCTIONS[like]), "seeds": 0, "checks": 0, "alarms": []}
+        for like in arguments.like or FUNCTIONS
+    }
+    for begin in range(0, arguments.seeds, CHUNK):
+        seeds = range(begin, min(begin + CHUNK, arguments.seeds))
+        for like, row in rows.items():
+            row["alarms"] += run_seeds(like, seeds)
+            row["seeds"] = seeds.stop
+            row["checks"] += len(seeds) * len(FUNCTIONS[like]) * len(cases_of(like, 0))
+            arguments.json.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
+        print(f"{seeds.stop} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms", flush=True)
 
 
 if __name__ == "__main__":

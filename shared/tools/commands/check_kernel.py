@@ -53,6 +53,14 @@ def check_kernel(
             show_default=False,
         ),
     ] = None,
+    task: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A file of KernelBench with Model, or a folder of GPU MODE with task.yml.",
+            show_default=False,
+        ),
+    ] = None,
     workload: Annotated[
         Path | None,
         typer.Option(
@@ -117,6 +125,10 @@ def check_kernel(
             print(*(f"  {each.case}: {each.failure}" for each in each.failing[:3]), sep="\n")
         finish(reports[-1], json_file, html)
         return
+    if task is not None:
+        bench_run.check_files(None, json_file, html)
+        finish(task_report(target, task, time_limit, within, seed, timing), json_file, html)
+        return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
     like = operation_of(like)
@@ -179,6 +191,27 @@ def solution_reports(
     return trace_check.check_solution(
         read, solution, workloads, seconds=time_limit, ends_at=ends_at, seed=seed
     )
+
+
+def task_report(
+    target: str | None, path: Path, time_limit: float, within: float, seed: int | None, timing: bool
+) -> Report:
+    from diptych.shared.tools.bench.bare_kernel import time_sizes
+    from diptych.shared.tools.conformance.formats.tasks import read_task
+    from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
+    from diptych.shared.tools.conformance.kernels.run import check_kernel
+
+    if target is None:
+        raise ValueError("--task: name the file of the submission")
+    task = read_task(path, target)
+    seed = announced(f"{len(task.like.cases)} cases of the task {task.like.name}", within, seed)
+    with ChildFunction(task.target, time_limit, time.monotonic() + within, task.folder) as function:
+        report = check_kernel(function, target, task.like, task.convention, None, time_limit, seed)
+        if timing and not report.status:
+            for verdict, seconds in time_sizes(function, task.like, task.convention, seed):
+                report.verdicts.append(verdict)
+                report.timings += [] if seconds is None else [seconds]
+    return report
 
 
 def announced(what: str, within: float, seed: int | None) -> int:

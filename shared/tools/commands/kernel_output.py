@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 
 MOST_ROWS = 11
-"""With title, heading, lines and the row of the others the table has at most 15 lines, if no text wraps."""
-LONGEST_VERDICT = 160
+"""With title, heading, lines and the row of the others the table has at most 15 lines."""
 
 
 def print_list(only: str | None) -> None:
@@ -48,6 +47,14 @@ def print_report(report: Report) -> None:
     print_timings(report)
     for note in report.notes:
         console.print(Text(note, "yellow"))
+    if report.score is not None:
+        mean, worst = report.score
+        share = f"{100 * mean:.0f} % of the bound (geometric mean)"
+        least = f"{100 * (worst.bound or 0.0) / worst.seconds:.0f} % at {worst.case}"
+        console.print(Text(f"speed: {share}, the least {least}"))
+    if report.failing:
+        first = report.failing[0]
+        console.print(Text(f"{first.case}: {first.failure}"))
     for name in report.names:
         console.print(Text(f"what it does: {name}", "red"))
     console.print(Text(report.summary, "bold red" if report.status else "bold green"))
@@ -70,10 +77,11 @@ def _print_cases(report: Report, console: object) -> None:
     table = Table("case", title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("error", "allowed"):
         table.add_column(heading, justify="right")
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict")
     shown = sorted(report.verdicts, key=order)
     shown, hidden = shown[:MOST_ROWS], shown[MOST_ROWS:]
     before = ""
+    room = max(console.width - max((len(each.case) for each in shown), default=0) - 28, 24)
     for verdict in shown:
         words, style = verdict.words, "green"
         if verdict.failure is not None:
@@ -82,8 +90,7 @@ def _print_cases(report: Report, console: object) -> None:
             style = "yellow"
         if words != "holds":
             words, before = "as above" if words == before else words, words
-        if len(words) > LONGEST_VERDICT:
-            words = words[: LONGEST_VERDICT - 4] + " ..."
+        words = words if len(words) <= room else words[: room - 1] + "…"
         errors = f"{verdict.error:.1e}", f"{verdict.allowed:.1e}"
         table.add_row(Text(verdict.case), *errors, Text(words, style))
     if hidden:
@@ -106,10 +113,12 @@ def print_timings(report: Report) -> None:
         "size", title=f"µs of one call, on {report.device}", box=box.SIMPLE_HEAD, title_justify="left"
     )
     has_bound = any(timing.bound is not None for timing in report.timings)
-    for heading in ("this function", report.like.beside, *(("bound", "of the bound") if has_bound else ())):
+    has_ours = any(timing.ours is not None for timing in report.timings)
+    beside = [report.like.beside] if has_ours else []
+    for heading in ("this function", *beside, *(("bound", "of the bound") if has_bound else ())):
         table.add_column(heading, justify="right")
     for timing in report.timings:
-        cells = [_us(timing.seconds), _us(timing.ours)]
+        cells = [_us(timing.seconds), *([_us(timing.ours)] if has_ours else [])]
         if timing.bound is not None:
             cells += [_us(timing.bound), f"{100 * timing.bound / timing.seconds:.0f} %"]
         table.add_row(Text(timing.case), *cells)

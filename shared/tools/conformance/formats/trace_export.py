@@ -68,17 +68,19 @@ def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) 
             assert op is not None
             problems = [op.like.make(case, True, seed) for case in op.like.cases]
             workloads = [_workload(folder, definition, op, problem) for problem in problems]
-            lines = [{"definition": definition.name, "workload": each} for each in workloads]
+            lines: list[dict[str, Any]] = [
+                {"definition": definition.name, "workload": each} for each in workloads
+            ]
             _write_lines(folder / "workloads" / op_type / f"{definition.name}.jsonl", lines)
             num_passed = 0
             for author, solution in solutions if has_traces else ():
                 found = _evaluations(judge, definition, solution, op, problems)
-                lines = [
+                traces = [
                     {**line, "solution": solution.name, "evaluation": each}
                     for line, each in zip(lines, found)
                 ]
-                num_passed += sum(each["evaluation"]["status"] == "PASSED" for each in lines)
-                _write_lines(folder / "traces" / author / op_type / f"{definition.name}.jsonl", lines)
+                num_passed += sum(each["evaluation"]["status"] == "PASSED" for each in traces)
+                _write_lines(folder / "traces" / author / op_type / f"{definition.name}.jsonl", traces)
         yield f"{op_type}: {definition.name}, {len(workloads)} workloads, {num_passed} traces passed"
 
 

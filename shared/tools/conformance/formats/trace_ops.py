@@ -57,7 +57,7 @@ def op_of(definition: Definition, eps: float | None) -> TraceOp | None:
 
 
 def _with_results(
-    make: Callable[[Any, bool, int], Problem],
+    make: Callable[..., Problem],
     names: frozenset[str],
     case: Any,
     takes_scale: bool,
@@ -132,12 +132,10 @@ def _attention(definition: Definition, eps: float | None) -> TraceOp | None:
         return None
     is_ragged, is_extend = definition.op_type == "gqa_ragged", "qo_indptr" in inputs
     page_size = 1 if is_ragged else const.get("page_size", 1)
-    fields = {name: const[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
+    heads = const["num_qo_heads"], const["num_kv_heads"], const["head_dim"]
     lengths = tuple(-(-n // page_size) * page_size for n in LENGTHS)  # there is no length of the last page
     cases = tuple(
-        AttentionCase(
-            f"{what}, page {page_size}", requests, page_size=page_size, dtype=inputs["q"].dtype, **fields
-        )
+        AttentionCase(f"{what}, page {page_size}", requests, page_size, inputs["q"].dtype, *heads)
         for what, requests in (
             ("one request", (_request(lengths[2], is_extend),)),
             ("lengths of 1 to 17", tuple(_request(n, is_extend) for n in lengths[:3])),
@@ -149,7 +147,7 @@ def _attention(definition: Definition, eps: float | None) -> TraceOp | None:
     rows = () if is_extend or is_ragged else like.rows
     like = replace(like, cases=cases, timed=lambda _: cases[-1:], make=partial(_lse, make_attention),
                    rows=rows, paged=() if is_ragged else like.paged)  # fmt: skip
-    names = {
+    names: dict[str, Read] = {
         "q": tensor("q"), "k_cache": tensor("k"), "v_cache": tensor("v"), "qo_indptr": tensor("qo_indptr"),
         "kv_indices": lambda p: csr_pages(p)[1], "sm_scale": lambda p: p.constants["scale"],
         "kv_indptr": lambda p: csr_pages(p)[0],
@@ -183,7 +181,7 @@ def _mla(definition: Definition, eps: float | None) -> TraceOp | None:
                              ("around 128", lengths[3:6]))
     )  # fmt: skip
     like = replace(MLA_LIKE, cases=cases, timed=lambda _: cases[-1:], make=partial(_lse, make_mla), rows=())
-    names = {
+    names: dict[str, Read] = {
         "q_nope": partial(_part, "q", 0), "q_pe": partial(_part, "q", 1),
         "ckv_cache": partial(_part, "k", 0), "kpe_cache": partial(_part, "k", 1),
         "kv_indptr": lambda p: csr_pages(p)[0], "kv_indices": lambda p: csr_pages(p)[1],

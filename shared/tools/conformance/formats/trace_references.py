@@ -97,14 +97,17 @@ def definition_of(
 
     def axis(text: str) -> tuple[str, dict[str, Any]]:
         key, _, size = text.partition("=")
-        return key, {"type": "const", "value": int(size)} if size else {"type": "var"}
+        kind = {"type": "const", "value": int(size)} if size else {"type": "var"}
+        return key, {**kind, "description": key.replace("_", " ")}
 
     def tensor(text: str) -> tuple[str, dict[str, Any]]:
         key, shape, dtype = text.split(":")
-        return key, {"shape": shape.split(",") if shape else None, "dtype": dtype}
+        text = key.replace("_", " ")
+        return key, {"shape": shape.split(",") if shape else None, "dtype": dtype, "description": text}
 
     return {
-        "name": name, "op_type": op_type, "axes": dict(map(axis, axes.split())),
+        "name": name, "op_type": op_type, "description": f"{op_type} at small sizes, for checks.",
+        "axes": dict(map(axis, axes.split())),
         "inputs": dict(map(tensor, inputs.split())), "outputs": dict(map(tensor, outputs.split())),
         "reference": textwrap.dedent(reference).lstrip(),
     }  # fmt: skip

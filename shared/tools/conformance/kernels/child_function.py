@@ -57,7 +57,7 @@ class ChildFunction:
         ours, theirs = os.pipe(), os.pipe()  # requests, answers
         self._requests, self._answers = ours[1], theirs[0]
         files = ours[0], theirs[1], self._arena.file
-        command = [sys.executable, "-m", "diptych.shared.tools.conformance.kernels.child"]
+        command = [sys.executable, "-m", "diptych.shared.tools.conformance.kernels.function_process"]
         paths = os.pathsep.join([each for each in sys.path if each])
         env = {**os.environ, **KEEP_MEMORY, "PYTHONPATH": paths}
         self._process = subprocess.Popen(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
-from diptych.shared.tools.conformance.kernels.invoke import Watch, invoke
 from diptych.shared.tools.conformance.kernels.problem import Call
+from diptych.shared.tools.conformance.kernels.watched_call import Watch, invoke
 
 
 class Raised(Exception):

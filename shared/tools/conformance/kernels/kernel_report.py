@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -85,6 +86,16 @@ class Report:
         return sum(verdict.refusal is not None for verdict in self.verdicts)
 
     @property
+    def score(self) -> tuple[float, Timing] | None:
+        """The geometric mean of bound over time, and the size with the smallest share. None: a case does not
+        hold, or there is no bound."""
+        shares = [(t.bound / t.seconds, t) for t in self.timings if t.bound and t.seconds > 0]
+        if self.status or not shares or len(shares) < len(self.timings):
+            return None
+        worst = min(shares, key=lambda pair: pair[0])[1]
+        return math.exp(sum(math.log(share) for share, _ in shares) / len(shares)), worst
+
+    @property
     def timing_notes(self) -> list[str]:
         """Notes on the times."""
         if not self.timings:
@@ -96,10 +107,6 @@ class Report:
             notes.append(
                 f"Repeated times differ by up to {100 * worst:.0f} %: other work runs on this computer. "
                 "Smaller differences are noise."
-            )
-        if all(timing.ours is None for timing in self.timings):
-            notes.append(
-                f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
             )
         if all(timing.bound is None for timing in self.timings):
             notes.append("There is no bound: the rate of the links between ranks is not measured.")

@@ -124,7 +124,7 @@ class Like:
     size_name: str
     cases: tuple[Any, ...]
     timed: Callable[[str], tuple[Any, ...]]
-    make: Callable[[Any, bool, int], Problem]
+    make: Callable[..., Problem]
     suspects: Mapping[str, Suspect]
     sparse: str = ""
     paged: tuple[str, ...] = ()

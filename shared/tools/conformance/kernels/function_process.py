@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from diptych.shared.tools.conformance.kernels.arena import ALIGNMENT, RESULTS, SIZE, Arena, Place
-from diptych.shared.tools.conformance.kernels.invoke import Watch, copied, invoke
+from diptych.shared.tools.conformance.kernels.watched_call import Watch, copied, invoke
 
 _read, _write, _exit, _getpid, _dumps = os.read, os.write, os._exit, os.getpid, json.dumps
 _synchronize, _copy = torch.cuda.synchronize, torch.Tensor.copy_

@@ -1,0 +1,202 @@
+"""FlashInfer Trace, KernelBench and GPU MODE: right kernels hold, wrong ones are named, files are checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.shared.tools.conformance.formats import trace_export
+from diptych.shared.tools.conformance.formats.tasks import read_task
+from diptych.shared.tools.conformance.formats.trace_check import PROPERTIES_ONLY, check_solution
+from diptych.shared.tools.conformance.formats.trace_files import (
+    read_definition,
+    read_solution,
+    read_workloads,
+)
+from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS as KNOWN
+from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
+from diptych.shared.tools.conformance.kernels.kernel_report import Report
+from diptych.shared.tools.conformance.kernels.run import check_kernel
+from tests.kernel_check.test_check_kernel import diptych
+from tests.kernel_check.trace_data import DEFINITIONS, solution
+
+
+def written(folder: Path, name: str, data: dict[str, Any]) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def reports_of(folder: Path, name: str, data: dict[str, Any]) -> list[Report]:
+    definition = read_definition(written(folder, "definition.json", DEFINITIONS[name]))
+    return check_solution(definition, read_solution(written(folder, "solution.json", data)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_dps", [True, False])
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_references_and_right_solutions_hold(name: str, is_dps: bool, tmp_path: Path) -> None:
+    reports = reports_of(tmp_path, name, solution(name, is_dps=is_dps))
+    assert len(reports) == (2 if name in KNOWN else 1)
+    for report in reports:
+        assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+    assert (PROPERTIES_ONLY in reports[-1].notes) == (name not in KNOWN)
+
+
+WRONG = {
+    "gemm": (("A.float()", "A.float().round()"), ""),
+    "rmsnorm": (("1e-6", "1e-5"), ""),
+    "gqa_paged": (("/ math.log(2)", "/ 1"), ""),
+    "gqa_ragged": (("(d - c) - (b - a)", "0"), "aligned top-left"),
+    "mla_paged": (("+ q_pe[i].float() @ kpe.T", ""), ""),
+    "rope": (("a * c - b * s", "a * c + b * s"), ""),
+    "sampling": (("< top_k[:, None]", "<= top_k[:, None]"), "one token too many"),
+    "gdn": (("* beta[..., None]", ""), ""),
+    "dsa_paged": ((">= seq_lens", "> seq_lens"), ""),
+    "moe": (("/ scores.sum()", ""), ""),
+}
+"""type -> words of the reference that become others, what the name says"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_wrong_solutions_fail(name: str, tmp_path: Path) -> None:
+    change, expected = WRONG[name]
+    report = reports_of(tmp_path, name, solution(name, change))[-1]
+    assert report.status == 1
+    assert any(expected in each for each in report.names) or not expected, report.names
+
+
+@pytest.mark.full
+def test_the_reference_is_judged_first(tmp_path: Path) -> None:
+    data = {**DEFINITIONS["gemm"], "reference": "def run(A, B):\n    return A @ B.T.round()\n"}
+    definition = written(tmp_path, "definition.json", data)
+    right = written(tmp_path, "solution.json", solution("gemm"))
+    result = diptych("check", "kernel", str(right), "--definition", str(definition), "--seed", "1")
+    assert result.exit_code == 0, result.output
+    assert "the Definition's own reference: 5 of 5 cases fail" in result.stdout
+    assert "all 5 cases hold" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reference": "x = 1"}, "no function run"),
+        ({"reference": "def run(:"}, "no Python"),
+        ({"axes": {"M": {"type": "var"}}}, "axis 'N'"),
+        ({"inputs": {"A": {"shape": ["M", "K"], "dtype": "float12"}}}, "dtype of A is 'float12'"),
+        ({"outputs": {"A": {"shape": ["M"], "dtype": "float32"}}}, "A is an input and an output"),
+        ({"inputs": None}, "is missing or wrong"),
+    ],
+)
+def test_wrong_definitions_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "definition.json", {**DEFINITIONS["gemm"], **change})
+    with pytest.raises(ValueError, match=words):
+        read_definition(path)
+
+
+def test_wrong_solutions_and_workloads_are_refused(tmp_path: Path) -> None:
+    data = solution("gemm")
+    for key, value, words in (
+        ("language", "cuda", "only python, triton"),
+        ("entry_point", "other.py::run", "names no file"),
+    ):
+        path = written(tmp_path, "solution.json", {**data, "spec": {**data["spec"], key: value}})
+        with pytest.raises(ValueError, match=words):
+            read_solution(path)
+    path = written(tmp_path, "solution.json", {**data, "sources": [{"path": "../main.py", "content": ""}]})
+    with pytest.raises(ValueError, match=r"names no file|outside"):
+        read_solution(path)
+    definition = read_definition(written(tmp_path, "definition.json", DEFINITIONS["gemm"]))
+    (tmp_path / "w.jsonl").write_text('{"definition": "another", "workload": {}}\n')
+    with pytest.raises(ValueError, match="no Workload"):
+        read_workloads(tmp_path / "w.jsonl", definition)
+
+
+@pytest.mark.full
+def test_an_exported_data_set_can_be_read_and_has_nan_in_dead_slots(tmp_path: Path) -> None:
+    lines = list(trace_export.export(tmp_path, ["gqa_paged", "rmsnorm"], 0))
+    assert "4 traces passed" in lines[0]
+    definition = read_definition(next((tmp_path / "definitions" / "gqa_paged").glob("*.json")))
+    workloads = read_workloads(next((tmp_path / "workloads" / "gqa_paged").glob("*.jsonl")), definition)
+    keys = workloads[1].values["k_cache"]
+    live = workloads[1].values["kv_indices"].long()
+    assert bool(torch.isnan(keys).any())
+    assert not torch.isnan(keys[live]).any()
+    for path in tmp_path.rglob("solutions/*/*/*/*.json"):
+        assert read_solution(path).definition in (definition.name, "rmsnorm_h96")
+    (trace,) = (tmp_path / "traces" / "diptych" / "rmsnorm").glob("*.jsonl")
+    evaluation = json.loads(trace.read_text().splitlines()[0])["evaluation"]
+    assert set(evaluation) == {"status", "log", "timestamp", "environment", "correctness", "performance"}
+
+
+GPU_MODE = {
+    "task.yml": "tests:\n  - {rows: 3, columns: 65, seed: 1}\n  - {rows: 17, columns: 128, seed: 2}\n",
+    "reference.py": "import torch\n\ndef generate_input(rows, columns, seed):\n"
+    "    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))\n\n"
+    "def ref_kernel(data):\n    return data.softmax(-1)\n",
+    "right.py": "def custom_kernel(data):\n    return data.softmax(-1)\n",
+    "zeros.py": "def custom_kernel(data):\n    y = data.softmax(-1)\n    return y * (y > 0.01)\n",
+}
+KERNEL_BENCH = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.layer = torch.nn.Linear(n, n)
+
+    def forward(self, x):
+        return torch.relu(self.layer(x))
+
+def get_inputs():
+    return [torch.randn(16, 64)]
+
+def get_init_inputs():
+    return [64]
+
+class ModelNew(Model):
+    pass
+
+class Other(Model):
+    def forward(self, x):
+        return torch.relu(self.layer(x.half()) if x.is_cuda else self.layer(x) * 1.01)
+"""
+
+
+def names_of(path: Path, submission: str) -> list[str] | None:
+    """None: all cases hold."""
+    task = read_task(path, submission)
+    with ChildFunction(task.target, folder=task.folder) as function:
+        report = check_kernel(function, "f", task.like, task.convention)
+    return report.names if report.status else None
+
+
+@pytest.mark.full
+def test_tasks_of_gpu_mode(tmp_path: Path) -> None:
+    for name, text in GPU_MODE.items():
+        (tmp_path / name).write_text(text)
+    assert names_of(tmp_path, str(tmp_path / "right.py")) is None
+    assert names_of(tmp_path, str(tmp_path / "zeros.py")) == ["small results are replaced by zero"]
+
+
+@pytest.mark.full
+def test_tasks_of_kernel_bench(tmp_path: Path) -> None:
+    path = tmp_path / "task_model.py"
+    path.write_text(KERNEL_BENCH)
+    assert names_of(path, str(path)) is None
+    assert names_of(path, f"{path}:Other") is not None
+
+
+def test_tasks_that_lack_something_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("class Model: pass\n")
+    with pytest.raises(ValueError, match="has no get_inputs"):
+        read_task(tmp_path / "task.py", str(tmp_path / "task.py"))
+    with pytest.raises(ValueError, match=r"no task\.yml with tests"):
+        read_task(tmp_path, str(tmp_path / "task.py"))
+    with pytest.raises(ValueError, match="no such file"):
+        read_task(tmp_path, "none.py")
