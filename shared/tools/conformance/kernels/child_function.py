@@ -148,7 +148,7 @@ class ChildFunction:
             elif not torch.equal(raw, memory_as_bytes(x).cpu()):
                 modified.append(name)
         wrong = [str(each)[:300] for each in answer.get("wrong", [])]
-        return Outcome(self._value(answer["value"]), wrong, modified)
+        return Outcome(self._value(answer.get("value")), wrong, modified)
 
     def _value(self, sent: Any) -> Any:
         """The answer is not trusted: sizes are checked."""
