@@ -87,7 +87,7 @@ def test_the_reference_is_judged_first(tmp_path: Path) -> None:
     [
         ({"reference": "x = 1"}, "no function run"),
         ({"reference": "def run(:"}, "no Python"),
-        ({"axes": {"M": {"type": "var"}}}, "axis 'N'"),
+        ({"axes": {"M": {"type": "var"}}}, "axis 'K'"),
         ({"inputs": {"A": {"shape": ["M", "K"], "dtype": "float12"}}}, "dtype of A is 'float12'"),
         ({"outputs": {"A": {"shape": ["M"], "dtype": "float32"}}}, "A is an input and an output"),
         ({"inputs": None}, "is missing or wrong"),

