@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections.abc import Callable
@@ -232,18 +231,6 @@ def leaked_marker(body: Body, reply: Reply) -> None:
         message = choice.get("message") or {}
         if message.get("tool_calls"):
             message["content"] = "</tool_call>"
-
-
-async def slower(chunk: int) -> None:
-    await asyncio.sleep(0.0002 * chunk)
-
-
-@fault("quadratic arguments", "Each delta of the arguments takes longer than the one before.", "tools.long")
-async def quadratic(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    reply = await ask(body)
-    if reply.is_stream and len(reply.chunks) > 60:
-        reply.pause = slower
-    return reply
 
 
 # ---- reasoning ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ class Reply:
     is_stream: bool
     chunks: list[Body] = field(default_factory=list)
     has_done: bool = True
-    pause: Callable[[int], Awaitable[None]] | None = None  # before each chunk of a stream, by its number
 
     @property
     def choices(self) -> list[Body]:
@@ -35,18 +34,11 @@ class Reply:
     def content_type(self) -> bytes:
         return b"text/event-stream" if self.is_stream else b"application/json"
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, in one piece if nothing pauses."""
+    def encode(self) -> bytes:
         if not self.is_stream:
-            yield json.dumps(self.chunks[0]).encode()
-            return
+            return json.dumps(self.chunks[0]).encode()
         done = "data: [DONE]\n\n" * self.has_done
-        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in self.chunks]
-        for i, event in enumerate(events if self.pause is not None else ()):
-            assert self.pause is not None
-            await self.pause(i)
-            yield event.encode()
-        yield (done if self.pause is not None else "".join(events) + done).encode()
+        return ("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in self.chunks) + done).encode()
 
     @classmethod
     def decode(cls, status: int, content_type: str, data: bytes) -> Reply:
@@ -116,9 +108,7 @@ class FaultyProxy:
             reply = await self._ask(scope, data)
         headers = [(b"content-type", reply.content_type)]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        async for piece in reply.pieces():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": reply.encode()})
 
     async def _ask(self, scope: dict[str, Any], body: Body | bytes) -> Reply:
         """The server's answer to a body."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
+from diptych.shared.tools.conformance.server.long_arguments import MOST_SLOWER, Timed
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.session import connect
 from tests.server_check.false_alarms import alarms
@@ -48,6 +49,14 @@ def find(server: LocalServer, context: Context, fault: Fault | None, check: str)
 @pytest.mark.parametrize("fault", PARAMS)
 def test_the_check_of_a_fault_finds_it(tool_context: tuple[LocalServer, Context], fault: Fault) -> None:
     assert find(*tool_context, fault, fault.check) == [fault.check]
+
+
+def test_arguments_that_slow_down_differ_from_steady_ones() -> None:
+    """Times are made up: a text that is read again at each token takes a time that grows with its square."""
+    steady = Timed([(0.01 * n, n) for n in range(1, 1001)], "", [])
+    read_again = Timed([(1e-5 * n * n, n) for n in range(1, 1001)], "", [])
+    assert steady.slowdown == pytest.approx(1.0, abs=0.05)
+    assert read_again.slowdown > MOST_SLOWER + 1
 
 
 def offered(context: Context, names: list[str]) -> set[str]:
