@@ -35,6 +35,7 @@ class MyDetokenizer(interface.Detokenizer):
         self._context_text = tokenizer.decode(self._context)
         self._pending: list[int] = []  # ids whose text was not
         self._held_text = ""  # taken, not given out
+        self._given: list[str] = []  # with no_stop_trim, because a match may begin in it
         self._is_finished = False
 
     def append(
@@ -46,9 +47,10 @@ class MyDetokenizer(interface.Detokenizer):
         """Count the ids, and note in `_is_finished` whether this is the end. Add the `_visible` ids to
         `_pending` and the text of `_take_text` to `_held_text`. Give out what is certain of `_held_text`.
 
-        Stop strings (not with no_stop_trim): all but the last `num_held_chars`; at the end what `_cut`
-        leaves. Ends: ids beyond finished_len, and the id of a FinishToken, have no text; with stop_regex
-        nothing is certain before the end."""
+        Stop strings: all but the last `num_held_chars`; at the end what stands before the `_match`. With
+        no_stop_trim nothing is held back, and at the end the text goes up to the end of the match. Ends: ids
+        beyond finished_len, and the id of a FinishToken, have no text; with stop_regex nothing is certain
+        before the end."""
         raise NotImplementedError("TODO text: the text of this step; later: what of it is held back")
 
     def _take_text(self, num_new: int) -> str:
@@ -104,8 +106,8 @@ def num_held_chars(text: str, stops: Sequence[str]) -> int:
     raise NotImplementedError("TODO stop strings: how much of the text may be the beginning of one")
 
 
-def _cut(text: str, reason: FinishReason | None) -> str:
-    """`text` up to the stop text that ended it: the first occurrence of FinishString.matched, or the match of
-    FinishRegex.pattern (`search_stop_regex` returns where it begins, and may raise RegexTimeout: then
-    FinishRegex.matched)."""
-    raise NotImplementedError("TODO stop strings: what of the text the client gets")
+def _match(text: str, reason: FinishReason | None) -> tuple[int, int]:
+    """Where the stop text that ended `text` begins and ends: the first occurrence of FinishString.matched, or
+    the match of FinishRegex.pattern (`search_stop_regex`, which may raise RegexTimeout: then
+    FinishRegex.matched). The end of the text, twice, for another reason."""
+    raise NotImplementedError("TODO stop strings: where the text of the client ends")
