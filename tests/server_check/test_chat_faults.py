@@ -56,7 +56,7 @@ def test_arguments_that_slow_down_differ_from_steady_ones() -> None:
     steady = Timed([(0.01 * n, n) for n in range(1, 1001)], "", [])
     read_again = Timed([(1e-5 * n * n, n) for n in range(1, 1001)], "", [])
     assert steady.slowdown == pytest.approx(1.0, abs=0.05)
-    assert read_again.slowdown > MOST_SLOWER + 1
+    assert read_again.slowdown > MOST_SLOWER + 0.5
 
 
 def offered(context: Context, names: list[str]) -> set[str]:
