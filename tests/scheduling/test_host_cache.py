@@ -117,3 +117,23 @@ def test_a_disk_that_takes_nothing_costs_no_answer(tmp_path: Path) -> None:
     tier.write("c", b"3")
     assert (tier.read("a"), tier.read("b"), tier.read("c")) == (b"1", None, b"3")
     assert {path.name for path in tier.folder.iterdir()} == {"a.kv", "c.kv"}
+
+
+@pytest.mark.parametrize("change", ["a bit", "cut", "longer", "another key"])
+def test_pages_are_their_owners_alone_and_damaged_ones_are_not_loaded(tmp_path: Path, change: str) -> None:
+    tier = DiskTier(tmp_path / "tier", 3, 4)
+    for key in ("a", "b"):
+        tier.write(key, key.encode() * 4)
+    files = [tier.folder / "a.kv", tier.folder / "b.kv"]
+    assert tier.folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    data = files[0].read_bytes()
+    changed = {
+        "a bit": bytes([data[0] ^ 1]) + data[1:],
+        "cut": data[:-1],
+        "longer": data + b"a",
+        "another key": files[1].read_bytes(),
+    }
+    files[0].write_bytes(changed[change])
+    assert tier.read("a") is None
+    assert tier.read("b") == b"bbbb"
