@@ -344,7 +344,7 @@ LAYER_LIKES = (
          tuple(case for case in ROWS if case.std == 1.0), timed_rows, make_silu_and_mul, SILU_SUSPECTS,
          sparse="x", rows=("x",)),
     Like("moe", "Each token goes through its experts; their outputs are summed with weights.", "tokens",
-         EXPERTS, timed_experts, make_moe, MOE_SUSPECTS, sparse="x", rows=("x", "topk_weights", "topk_ids")),
+         EXPERTS, timed_experts, make_moe, MOE_SUSPECTS, rows=("x", "topk_weights", "topk_ids")),
     Like("w8a8", "GEMM of int8 tokens and int8 weights, with a scale for each token and output channel.",
          "tokens", GEMMS, timed_gemms, make_w8a8, W8A8_SUSPECTS, sparse="a", rows=("a", "scale_a")),
 )  # fmt: skip
