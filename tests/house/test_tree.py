@@ -35,7 +35,7 @@ def test_length_of_text_files() -> None:
 def test_size_of_files() -> None:
     sizes = {str(name): (ROOT / name).stat().st_size for name in project_files()}
     assert {name: size for name, size in sizes.items() if size >= 8 * MIB} == {}
-    assert sum(sizes.values()) < 38 * MIB
+    assert sum(sizes.values()) < 30 * MIB
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib, of Python 3.11")
