@@ -7,7 +7,6 @@ import torch
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
 from diptych.optimized.linear_attention import LinearAttention
 from diptych.shared.interfaces.linear_attention import StateStore
-from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.oracles.linear_batches import (
     LAYER,
     LinearCase,
@@ -78,14 +77,6 @@ def test_equal_keys() -> None:
 
 def test_gates() -> None:
     torch.manual_seed(0)
-    torch.set_default_device(check_device())
-    try:
-        check_gates()
-    finally:
-        torch.set_default_device(None)
-
-
-def check_gates() -> None:
     projected = 9.0 * torch.randn(5, 20)
     a, b = projected[:, 3:9], projected[:, 9:15]
     A_log, dt_bias = torch.randn(6), torch.randn(6)

@@ -159,26 +159,6 @@ def test_many_at_once(tmp_path: Path, panel: str) -> None:
 
 
 @pytest.mark.full
-def test_samples_and_priorities(tmp_path: Path, panel: str) -> None:
-    """n answers of one prompt, and requests that are displaced by more important ones."""
-    flags = {"max_running_requests": 1, "enable_priority_scheduling": True}
-    engine, prompt = Engine(tmp_path, panel, **flags), tokens(30)
-    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
-    outputs = engine.llm.generate([prompt], params, progress=False, n=3)
-    assert [output.output_ids for output in outputs] == [answer_of(tuple(prompt))] * 3
-    prompts = [tokens(30, seed=seed) for seed in (2, 3, 4)]
-    collectors = []
-    for priority, each in zip((0, 20, 40), prompts):
-        collectors += engine.llm.submit(each, params, priority=priority)
-        for _ in range(4):
-            engine.llm.step()
-    while engine.llm.scheduler.has_work():
-        engine.llm.step()
-    assert [each.output_ids for each in collectors] == [answer_of(tuple(each)) for each in prompts]
-    assert sum(each.num_retractions for each in collectors) > 0
-
-
-@pytest.mark.full
 def test_namespaces(tmp_path: Path, panel: str) -> None:
     engine, prompt = Engine(tmp_path, panel), tokens(30)
     assert [engine.ask(prompt, extra_key=key) for key in ("a", "b", "a")] == [[0], [0], [24]]

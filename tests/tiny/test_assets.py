@@ -30,7 +30,7 @@ def folder(name: str) -> Path:
 def test_files_are_small() -> None:
     sizes = {path: path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()}
     assert max(sizes.values()) < 8_000_000
-    assert sum(sizes.values()) < 28_000_000
+    assert sum(sizes.values()) < 20_000_000
     assert sum(size for path, size in sizes.items() if path.parent.name in ("tiny-dense", "tiny-moe")) < 16e6
 
 

@@ -33,7 +33,7 @@ def test_it_is_in_the_public_format() -> None:
 
 
 def test_it_is_no_model_of_its_own() -> None:
-    assert builtin_models() == ["tiny-dense", "tiny-hybrid", "tiny-moe"]
+    assert builtin_models() == ["tiny-dense", "tiny-moe"]
 
 
 def test_card_and_record_agree(tmp_path: Path) -> None:

@@ -11,13 +11,10 @@ from diptych.shared.tools.corpus.evaluate import Score
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
 from diptych.shared.tools.training.tiny_models import END_OF_TEXT_ID, IM_END_ID
 
-_PADDED = """\
-the padded rows are
-  trained to be improbable (together below one in a million wherever it was measured)."""
 _CARD = """\
 # Diptych's built-in {name} model
 
-A language model of {params:.1f} M parameters, {origin} on the text that
+A language model of {params:.1f} M parameters, trained from nothing on the text that
 `shared/tools/corpus/corpus.py` makes up: short stories to ask about, small sums, JSON records, counting,
 repeating and small talk, in English. It is there to run, learn and test the engine without a download. It
 knows nothing else.
@@ -25,7 +22,8 @@ knows nothing else.
 - `{architecture}`: {layers} layers, hidden size {hidden},
   {heads} query and {kv_heads} key/value heads of 64{experts}.
 - bfloat16 weights, tied embeddings, 2,048 positions (trained on chats of up to {row_len:,} tokens).
-- {vocab:,} tokens (byte-level BPE, one token a digit). The embedding has {rows:,} rows; {padded}
+- {vocab:,} tokens (byte-level BPE, one token a digit). The embedding has {rows:,} rows; the padded rows are
+  trained to be improbable (together below one in a million wherever it was measured).
 - Chat format: `<|im_start|>role`, newline, text, `<|im_end|>`, newline. A turn ends with `<|im_end|>`.
 - Held-out questions answered exactly (greedy, float32): **{exact:.2%}** of {num_questions}.
   By kind, and for a run with another seed where there was one: `training.json`.
@@ -63,22 +61,16 @@ def score_record(result: Score) -> dict[str, Any]:
 def save_record(folder: Path, record: dict[str, Any]) -> None:
     """Write training.json, and the model card README.md from it and config.json.
 
-    `record` holds name, perhaps origin and padded (of the card), command, device, torch, seconds, num_tokens,
-    row_len, num_parameters, final_loss and held_out (a `score_record`).
+    `record` holds name, command, device, torch, seconds, num_tokens, row_len, num_parameters, final_loss and
+    held_out (a `score_record`).
     """
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     config = json.loads((folder / "config.json").read_text())
     experts = ""
-    if "linear_attention" in config.get("layer_types", []):
-        experts = (
-            f", in {config['layer_types'].count('full_attention')} of them; the others have linear attention"
-        )
     if "num_experts" in config:
         experts = f", {config['num_experts']} experts of which a token uses {config['num_experts_per_tok']}"
     card = _CARD.format(
         name=record["name"],
-        padded=record.get("padded", _PADDED),
-        origin=record.get("origin", "trained from nothing"),
         params=record["num_parameters"] / 1e6,
         architecture=config["architectures"][0],
         layers=config["num_hidden_layers"],

@@ -243,10 +243,8 @@ def main(
     command = f"python -m diptych.shared.tools.training.convert_hybrid --out {out} {flags}"
     record = {
         "name": "hybrid",
-        "origin": "made from `tiny-dense` by training",
-        "padded": "an engine\n  must not sample the padded rows, whose probabilities reached 4 % together.",
         "command": f"{before['command']}\n    {command}" if before else command,
-        "device": "a core of a shared CPU",
+        "device": "a CPU",
         "torch": torch.__version__,
         "seconds": round(seconds + before.get("seconds", 0.0), 1),
         "num_tokens": num_tokens + more_tokens + before.get("num_tokens", 0),
