@@ -44,10 +44,11 @@ def record() -> dict[str, Any]:
 
     llm = LLM("tiny-dense", **FLAGS)
     params = SamplingParams(temperature=0, max_new_tokens=16)
-    arrivals = [
-        Arrival(step, question, llm.chat_prompt([{"role": "user", "content": question}]), params)
-        for step, question in ARRIVALS
-    ]
+    arrivals = []
+    for step, question in ARRIVALS:
+        prompt = llm.chat_prompt([{"role": "user", "content": question}])
+        assert isinstance(prompt, list)
+        arrivals.append(Arrival(step, question, prompt, params))
     run = Recorder(llm).run(arrivals)
     for key, (file, _line, _text) in run["code"].items():
         module = file.removesuffix(".py").replace("/", ".")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "engines"
 OUTPUT = ROOT / "shared" / "tools" / "course" / "engines.json"
 
-FAST = {  # parts of the optimized panel that need no GPU
+FAST: dict[str, str | tuple[str, str]] = {  # parts of the optimized panel that need no GPU
     "02": "diptych.optimized.memory_pool",
     "04": "diptych.optimized.prefill_adder:PrefillAdder",
     "05": "diptych.optimized.radix_cache:RadixCache",
