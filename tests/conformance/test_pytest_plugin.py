@@ -220,7 +220,7 @@ def test_entry_point_names_the_plugin() -> None:
 def test_whole_project_in_processes_of_its_own(project: Path, workers: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "pytest", *workers]
     passing = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert "402 passed" in passing.stdout, passing.stdout
+    assert f"{NUM_ITEMS} passed" in passing.stdout, passing.stdout
     plant(project)
     command += ["-k", "split or test_own"]
     failing = subprocess.run(command, cwd=project, capture_output=True, text=True)

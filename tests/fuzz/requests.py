@@ -180,9 +180,11 @@ def bytes_of_requests() -> tuple[Callable[[random.Random], None], Callable[[], N
 
     log = logging.Handler(logging.ERROR)
     log.emit = problems.append  # type: ignore[assignment]
-    for name in ("uvicorn.error", "diptych.server"):
-        logging.getLogger(name).addHandler(log)
-        logging.getLogger(name).setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "diptych.server")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(log)
+        logger.setLevel(logging.ERROR)
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     while not server.started:
@@ -217,5 +219,8 @@ def bytes_of_requests() -> tuple[Callable[[random.Random], None], Callable[[], N
         server.should_exit = server.force_exit = True
         thread.join(30)
         listener.close()
+        for logger, level in zip(loggers, levels):
+            logger.removeHandler(log)
+            logger.setLevel(level)
 
     return case, close

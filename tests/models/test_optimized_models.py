@@ -84,7 +84,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-ONLY_REFERENCE = {"granite", "minimax", "olmo", "qwen_next"}
+ONLY_REFERENCE = {"granite", "minimax", "olmo"}
 
 
 def test_every_architecture_that_configs_know_has_a_model() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.server.engine.engine_loop import EngineLoop
 from diptych.shared.server.engine.messages import (
@@ -134,7 +134,7 @@ def test_an_abort_ends_a_request_of_a_paused_engine(driver: Driver) -> None:
 def test_engines_of_several_processes_refuse_a_pause(
     driver: Driver, flags: dict[str, Any], is_refused: bool
 ) -> None:
-    config: Any = SimpleNamespace(**{"dp": 1, "dp_attention": False, "disaggregation": False, **flags})
+    config: Any = EngineConfig(**flags)
     driver.loop.assembly = replace(driver.loop.assembly, config=config)
     error = driver.control("pause").error
     assert (

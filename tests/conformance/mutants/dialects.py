@@ -13,10 +13,10 @@ BLOCKS, CALLS = "parts.blocks", "parts.json_calls"
 
 # fmt: off
 bug("LosesTheSecondCall", "Of two blocks the second is text.",
-    (BLOCKS, "            markers = self.starts if stream.tools else ()",
-     "            markers = self.starts if stream.tools and not stream.has_call else ()"))
+    (BLOCKS, "            markers = self._starts(stream, is_inside)\n",
+     "            markers = () if stream.has_call else self._starts(stream, is_inside)\n"))
 bug("CallsWithoutTools", "A request without tools gets calls.",
-    (BLOCKS, "self.starts if stream.tools else ()", "self.starts"))
+    (BLOCKS, "if not stream.tools or (is_inside", "if (is_inside"))
 bug("MarkersAreContent", "The end of a block is content.",
     (BLOCKS, "            if not start or not self.end:\n                return\n",
      "            return\n"))
