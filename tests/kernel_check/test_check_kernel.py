@@ -52,7 +52,9 @@ def test_right_functions_hold(like: str, library: str) -> None:
     assert report.names == []
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (i % 3 > 0)) for i, name in enumerate(WRONG)]
+)
 def test_planted_bugs_are_found_and_named(name: str) -> None:
     like, function, expected = WRONG[name]
     cases = LIKES[like].more_cases["window"] if "window" in name else QUICK.get(like)
