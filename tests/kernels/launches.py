@@ -48,7 +48,7 @@ from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 from diptych.shared.types import SamplingBatchInfo
 from diptych.shared.types.attention import FP8
 from diptych.shared.types.quant_scheme import QuantScheme
-from tests.kernels.mode_launches import lora, mla
+from tests.kernels.mode_launches import linear_attention, lora, mla
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
@@ -364,6 +364,8 @@ def _launches() -> dict[str, Launch]:
         hidden, inter = config.hidden_size, config.intermediate_size
         for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (4096, "bf16"), (16, "fp32")):
             add(quantized, f"{kind}-t{num_tokens}-{dtype}", num_tokens, inter, hidden, DTYPES[dtype], kind)
+    for name, dtype in DTYPES.items():
+        add(linear_attention, name, dtype)
     for rank in (16, 64, 128):
         for name, dtype in DTYPES.items():
             add(lora, f"r{rank}-{name}", rank, dtype)
