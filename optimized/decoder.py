@@ -4,8 +4,9 @@ Differs from reference: q, k and v come from one GEMM, and so do gate and up; on
 heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. After an
 MoE, after split-K GEMMs of dozens of tokens, and with several ranks the next norm adds what is pending in the
 `Stream`. A layer is five kernels and attention for a few tokens, seven for dozens in a small model, eight for
-many. After attention, the last layer computes only the tokens whose hidden states are read: the last token of
-each prompt.
+many. Where heads do not rotate, or neighbouring dimensions do together (GLM-4), norm, rotation and store are
+kernels of their own. After attention, the last layer computes only the tokens whose hidden states are read:
+the last token of each prompt.
 """
 
 from __future__ import annotations

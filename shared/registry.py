@@ -221,7 +221,10 @@ def parse_use(text: str) -> dict[str, str]:
 def _use_of_file(file: Path) -> dict[str, str]:
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
-    chosen = parse_use(",".join(file.read_text(encoding="utf-8").splitlines()))
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    if any(line.startswith("@") for line in lines):
+        raise ValueError(f"{file}: a file of choices names no other file")
+    chosen = parse_use(",".join(lines))
     return {
         component: str(file.parent / choice) if ".py" in choice.partition(":")[0] else choice
         for component, choice in chosen.items()
