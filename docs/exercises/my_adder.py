@@ -1,6 +1,6 @@
 """Stage 04, chunked prefill: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_adder.py my_adder.py
+diptych course grade 04     # in the folder of `diptych course start`
 diptych check --stage 04 my_adder.py
 
 The contract is in shared/interfaces/prefill_adder.py.

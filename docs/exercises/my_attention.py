@@ -1,6 +1,6 @@
 """Stage 07, attention: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_attention.py my_attention.py
+diptych course grade 07     # in the folder of `diptych course start`
 diptych check --stage 07 my_attention.py
 
 The contract is in shared/interfaces/attention.py.

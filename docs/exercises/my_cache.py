@@ -1,6 +1,6 @@
 """Stage 05, the radix cache: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_cache.py my_cache.py
+diptych course grade 05     # in the folder of `diptych course start`
 diptych check --stage 05 my_cache.py
 
 The contract of each method is in shared/interfaces/prefix_cache.py.
@@ -97,7 +97,8 @@ class MyRadixCache(PrefixCache):
         raise NotImplementedError("TODO split: draw both nodes, and who holds them, before and after")
 
     def evict(self, num_tokens: int) -> int:
-        """Remove leaves until `num_tokens` tokens are freed, or no leaf can go. Returns the tokens freed."""
+        """Remove leaves until `num_tokens` tokens are freed, or no leaf can go. Returns the tokens freed. A
+        cache without pools has no allocator, and nothing to free."""
         raise NotImplementedError("TODO evict: which node can go, and which goes first?")
 
     def inc_lock_ref(self, node: Node) -> None:

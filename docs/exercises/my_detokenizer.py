@@ -1,6 +1,6 @@
 """Stage 12, serving: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_detokenizer.py my_detokenizer.py
+diptych course grade 12     # in the folder of `diptych course start`
 diptych check --stage 12 my_detokenizer.py
 
 The contract is in shared/interfaces/detokenizer.py.

@@ -1,6 +1,6 @@
 """Stage 10, speculative decoding: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_draft_tree.py my_draft_tree.py
+diptych course grade 10     # in the folder of `diptych course start`
 diptych check --stage 10 my_draft_tree.py
 
 The contract is in shared/interfaces/draft_tree.py, and the fields of a tree in shared/types/draft_tree.py.

@@ -1,6 +1,6 @@
 """Stage 01, the KV cache: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_kv_cache.py my_kv_cache.py
+diptych course grade 01     # in the folder of `diptych course start`
 diptych check --stage 01 my_kv_cache.py
 
 The contract of each method is in shared/interfaces/kv_cache.py.

@@ -1,6 +1,6 @@
 """Stage 11, mixture of experts: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_moe.py my_moe.py
+diptych course grade 11     # in the folder of `diptych course start`
 diptych check --stage 11 my_moe.py
 
 The contract is in shared/interfaces/moe.py.

@@ -1,6 +1,6 @@
 """Stage 09, overlap scheduling: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_overlap.py my_overlap.py
+diptych course grade 09     # in the folder of `diptych course start`
 diptych check --stage 09 my_overlap.py
 
 The contract is in shared/interfaces/scheduler.py. You write the loop; what you do not write is inherited from

@@ -1,6 +1,6 @@
 """Stage 02, paged memory: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_pool.py my_pool.py
+diptych course grade 02     # in the folder of `diptych course start`
 diptych check --stage 02 my_pool.py
 
 The contract of each method is in shared/interfaces/memory_pool.py.
@@ -95,7 +95,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """An FP8 pool holds `to_fp8(k, v, self.kv_scales[layer_id])`."""
+        """A pool of dtype torch.float8_e4m3fn holds `to_fp8(k, v, self.kv_scales[layer_id])`."""
         raise NotImplementedError("TODO store: the KV of new tokens, which have any slots")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

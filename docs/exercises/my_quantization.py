@@ -1,6 +1,6 @@
 """Stage 14, low precision: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_quantization.py my_quantization.py
+diptych course grade 14     # in the folder of `diptych course start`
 diptych check --stage 14 my_quantization.py
 
 The contract is in shared/interfaces/quantization.py, and the forms of a weight are in

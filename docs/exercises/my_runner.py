@@ -1,6 +1,6 @@
 """Stage 08, CUDA graphs: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_runner.py my_runner.py
+diptych course grade 08     # in the folder of `diptych course start`
 diptych check --stage 08 my_runner.py
 
 The contract is in shared/interfaces/model_runner.py, the fields of a batch in shared/types/batch.py. The

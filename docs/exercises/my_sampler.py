@@ -1,6 +1,6 @@
 """Stage 06, sampling: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_sampler.py my_sampler.py
+diptych course grade 06     # in the folder of `diptych course start`
 diptych check --stage 06 my_sampler.py
 
 The steps and their order are in shared/interfaces/sampler.py; the fields of `SamplingBatchInfo` in

@@ -1,12 +1,13 @@
 """Stage 03, continuous batching: complete the functions that raise NotImplementedError.
 
-cp docs/exercises/my_scheduler.py my_scheduler.py
+diptych course grade 03     # in the folder of `diptych course start`
 diptych check --stage 03 my_scheduler.py
 
 The contract is in shared/interfaces/scheduler.py. What you do not write is inherited from
 reference/scheduler.py: the constructor and the admission of waiting requests. `self.requests`
 (shared/scheduling/lifecycle.py) has the requests: the lists `waiting_queue` and `running`, the one
 `chunked_req`, and `append_tokens`, `retract`, `finish_with_error`, `abandon` and `take_outputs`.
+`self.parts` (`SchedulerParts`, in the contract) has the other components, such as `tree_cache`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class MyScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
         """result.token_ids and .logprobs have a list for each request of the batch, for
         `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill; one of them
-        may be `requests.chunked_req`, whose prompt goes on. `tree_cache.cache_unfinished_req` shares the
+        may be `requests.chunked_req`, whose prompt goes on. `parts.tree_cache.cache_unfinished_req` shares the
         pages of a request that goes on. A request whose logits were NaN has ended with a token id below 0 and
         `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py): `_discard` its KV."""
         raise NotImplementedError("TODO one request: each request gets its tokens; what becomes of it then?")
 
     def _discard(self, req: Req) -> None:
-        """The logits of a request that has ended were NaN. Its KV may be NaN from req.kv_matched_len on."""
+        """The logits of a request that has ended were NaN. Its KV may be NaN from req.kv_matched_len on.
+        `parts.tree_cache.discard` takes a `RadixKey` (shared/interfaces/prefix_cache.py): the tokens of prompt
+        and output, `req.extra_key`, and the cache's own `is_bigram`."""
         raise NotImplementedError("TODO failures: no other request may find this KV")

@@ -38,7 +38,8 @@ for (const element of document.querySelectorAll(".md-header *, .md-tabs *, .md-c
     found.add(`beyond the screen: ${name(element)}`);
   }
   if (/auto|scroll|hidden/.test(style.overflowX) && element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 1
-      && !element.closest(".md-tabs, .md-header, .tabbed-labels, .md-footer, .language-text, .sample")) {
+      && !element.closest(".md-tabs, .md-header, .tabbed-labels, .md-footer, .language-text, .sample")
+      && !(width < 1000 && element.matches(".md-typeset__scrollwrap"))) {
     found.add(`cut off: ${name(element)}`);
   }
   const text = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim());
@@ -51,6 +52,7 @@ for (const element of document.querySelectorAll(".md-header *, .md-tabs *, .md-c
   const ratio = contrast(over(channels(style.color), back), back);
   if (ratio < 4.5) found.add(`contrast ${ratio.toFixed(1)}: ${name(element)}`);
 }
+if (document.documentElement.scrollWidth > width + 1) found.add(`scrolls sideways: ${document.documentElement.scrollWidth} px`);
 let level = 0;
 for (const heading of document.querySelectorAll(".md-content :is(h1, h2, h3, h4, h5, h6)")) {
   if (Number(heading.localName[1]) > level + 1) found.add(`skips a level: ${name(heading)}`);

@@ -24,19 +24,6 @@ HEADINGS = [
     "Links",
 ]
 NUM_PROBLEMS, NUM_SENTENCES = 5, 5
-EARLIER_HEADINGS = [  # of pages without tasks between the text
-    "The problem",
-    "Shapes",
-    "A toy version",
-    "The reference",
-    "Cost",
-    "The optimized twin",
-    "Measured gain",
-    "Traps",
-    "Exercise",
-    "Grading",
-    "In SGLang and vLLM",
-]
 MAX_TOY_LINES = 35  # without blank ones
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -63,25 +50,18 @@ def test_every_page_and_notebook_is_a_stage() -> None:
     assert [stage.number for stage in STAGES] == sorted({stage.number for stage in STAGES})
 
 
-def has_tasks(stage: Stage) -> bool:
-    return "\n## Your turn\n" in page_of(stage)
-
-
 def part_of(stage: Stage, heading: str) -> str:
     return page_of(stage).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 @each_stage
 def test_headings(stage: Stage) -> None:
-    expected = HEADINGS if has_tasks(stage) else EARLIER_HEADINGS
-    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == expected
+    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == HEADINGS
 
 
 @each_stage
 def test_tasks_come_between_the_text_and_before_their_solution(stage: Stage) -> None:
     """Each group has its command. Quotes that solve the exercise are folded, and so are answers."""
-    if not has_tasks(stage):
-        return
     command = rf'diptych course grade {stage.number} --group "?([^"\n#]*)'
     tasks = [name.strip() for name in re.findall(command, part_of(stage, "Your turn"))]
     assert tasks == [group.name for group in stage.groups]
@@ -105,8 +85,9 @@ def test_page_names_its_parts(stage: Stage) -> None:
     page = page_of(stage)
     assert f'--8<-- "docs/course/toys/{stem_of(stage)}.py:' in page
     assert f"`notebooks/{stem_of(stage)}.ipynb`" in page
-    assert f"cp {stage.skeleton_path} {stage.skeleton}" in page
-    assert f"diptych check --stage {stage.number} {stage.skeleton}" in page
+    assert re.search(rf"diptych course start engine && cd engine +# .*: {stage.skeleton}\n", page)
+    assert f"\ndiptych course grade {stage.number}  " in page
+    assert stage.skeleton_path in page
     assert '<div class="twins" markdown>' in page
 
 

@@ -1,4 +1,5 @@
-"""Every page in headless Chromium: nothing is cut off, small or faint at three widths, light and dark."""
+"""Every page in headless Chromium: nothing is cut off, small or faint at three widths, light and dark, and the
+console has no error."""
 
 from __future__ import annotations
 
@@ -65,6 +66,8 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
         for scheme in ("default", "slate"):
             driver.execute_script("document.body.dataset.mdColorScheme = arguments[0]", scheme)
             wrong += [f"{page}, {scheme}: {found}" for found in driver.execute_script(LAYOUT)]
+        errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        wrong += [f"{page}: console: {error}" for error in errors]
     assert wrong == []
 
 
@@ -82,6 +85,7 @@ def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: in
 
     set_screen(driver, width)
     driver.get(f"{site[0]}/course/05-radix-cache/")
+    driver.execute_script("document.querySelectorAll('details').forEach((each) => { each.open = true })")
     marker = WebDriverWait(driver, 20).until(
         lambda _: driver.find_elements("css selector", ".highlight .md-annotation__index")
     )[0]

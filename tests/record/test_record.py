@@ -77,8 +77,8 @@ def test_page_tables_and_tree_own_all_pages(run: dict[str, Any]) -> None:
 def test_reasons(run: dict[str, Any]) -> None:
     texts = list(events(run))
     for start in (
-        "Request 1 starts: 0 of its 16 tokens are in the prefix cache, 16 are computed now.",
-        "Request 3 waits: 3 pages free, 5 pages needed. Needed: 8 tokens to compute and at most 9 to answer.",
+        "Request A starts: 0 of its 16 tokens are in the prefix cache, 16 are computed now.",
+        "Request C waits: 3 pages free, 5 pages needed. Needed: 8 tokens to compute and at most 9 to answer.",
         "Memory is short by",
         "An edge is split behind",
         "The sampler draws a token for 1 request",

@@ -89,7 +89,8 @@ class Recorder:
         }
 
     def _submit(self, arrival: Arrival) -> str:
-        name = str(len(self.collectors) + 1)
+        number = len(self.collectors)
+        name = chr(ord("A") + number) if number < 26 else str(number + 1)
         (collector,) = self.llm.submit(arrival.prompt, arrival.params, rid=name)
         self.collectors.append(collector)
         self.watcher.reqs[name] = collector.req

@@ -198,7 +198,8 @@ def summary(
             prompts = [rid for rid, count, _ in call.args["rows"] if count > 1]
             others = [rid for rid, count, _ in call.args["rows"] if count == 1]
             if prompts:
-                texts.append(f"the prompt of {names(prompts)} is computed")
+                what, be = ("prompt", "is") if len(prompts) == 1 else ("prompts", "are")
+                texts.append(f"the {what} of {names(prompts)} {be} computed")
             if others:
                 texts.append(f"{names(others)} {verb('get', others)} one more token")
     if waiting:

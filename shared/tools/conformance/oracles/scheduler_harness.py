@@ -21,6 +21,7 @@ from diptych.shared.tools.conformance.oracles.ledger_drafter import Guess, Ledge
 from diptych.shared.types import (
     DraftShape,
     FinishAbort,
+    FinishError,
     FinishReason,
     Req,
     SamplingParams,
@@ -207,8 +208,9 @@ class SchedulerHarness:
 
     def expect(self, rid: str, num_tokens: int) -> None:
         """Check that the request produced exactly the tokens that its prompt implies."""
-        prompt = self.reqs[rid].origin_input_ids
-        expect_equal(f"{rid}'s tokens", self.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
+        prompt, reason = self.reqs[rid].origin_input_ids, self.ended.get(rid)
+        what = f"{rid}'s tokens" + (f", until {reason.message}" if isinstance(reason, FinishError) else "")
+        expect_equal(what, self.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
 
     def expect_what_it_gets_alone(self, rid: str, may_be_aborted: bool = False) -> None:
         """Check that the request has the tokens, log-probabilities and finish reason that it gets alone; if
