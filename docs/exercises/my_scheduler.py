@@ -41,13 +41,13 @@ class MyScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
         """result.token_ids and .logprobs have a list for each request of the batch, for
         `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill; one of them
-        may be `requests.chunked_req`, whose prompt goes on. `parts.tree_cache.cache_unfinished_req` shares the
-        pages of a request that goes on. A request whose logits were NaN has ended with a token id below 0 and
-        `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py): `_discard` its KV."""
+        may be `requests.chunked_req`, whose prompt goes on. `parts.tree_cache.cache_unfinished_req` shares
+        the pages of a request that goes on. A request whose logits were NaN has ended with a token id below 0
+        and `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py): `_discard` its KV."""
         raise NotImplementedError("TODO one request: each request gets its tokens; what becomes of it then?")
 
     def _discard(self, req: Req) -> None:
         """The logits of a request that has ended were NaN. Its KV may be NaN from req.kv_matched_len on.
-        `parts.tree_cache.discard` takes a `RadixKey` (shared/interfaces/prefix_cache.py): the tokens of prompt
-        and output, `req.extra_key`, and the cache's own `is_bigram`."""
+        `parts.tree_cache.discard` takes a `RadixKey` (shared/interfaces/prefix_cache.py): the tokens of
+        prompt and output, `req.extra_key`, and the cache's own `is_bigram`."""
         raise NotImplementedError("TODO failures: no other request may find this KV")

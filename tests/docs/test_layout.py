@@ -1,5 +1,5 @@
-"""Every page in headless Chromium: nothing is cut off, small or faint at three widths, light and dark, and the
-console has no error."""
+"""Every page in headless Chromium: nothing is cut off, small or faint at three widths, light and dark, and no
+script fails."""
 
 from __future__ import annotations
 
