@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from diptych.optimized.decoding import PlainDecoding
+from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.overlap.in_flight import BatchInFlight, Extension, InFlight
 from diptych.optimized.speculative.chain import ChainRound
 from diptych.optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
 from diptych.optimized.speculative.tree import TreeRound
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.sampling.logprobs import to_token_logprobs
@@ -61,6 +63,19 @@ class SpeculativeDecoding(PlainDecoding):
         self.round = (ChainRound if is_chain else TreeRound)(
             context_len, parts, self.pipeline, self.num_slots, self.max_kept
         )
+        if self.device.type == "cuda" and not config.skip_warmup:
+            with compile_ahead():
+                self.rehearse(config)
+
+    def rehearse(self, config: EngineConfig) -> None:
+        """Link and accept an example of each size of trees, in `compile_ahead`: these kernels run between
+        graphs."""
+        assert self.parts.draft_tree is not None
+        for num in {shape.num_draft_tokens for shape in possible_shapes(config)}:
+            zeros = torch.zeros(1, num, dtype=torch.int64, device=self.device)
+            tree = self.parts.draft_tree.from_parents(zeros, zeros - 1, zeros[:, 0] + 1)
+            for kept in {max_kept(shape) for shape in possible_shapes(config)}:
+                self.parts.draft_tree.accept(tree, zeros, kept - 1)
 
     def num_ahead(self, running: Sequence[Req]) -> int:
         return int(self.round.runs_ahead and not any(req.needs_output for req in running))

@@ -20,6 +20,7 @@ FLAGS: list[Any] = [
     {"model": "tiny-moe", **MIXED},
     pytest.param({"model": "tiny-dense", "use": {"attention": "reference"}}, marks=pytest.mark.full),
     pytest.param({"model": "tiny-dense"}, marks=pytest.mark.full),
+    pytest.param({"model": "tiny-dense", "speculative": "ngram"}, marks=pytest.mark.full),
     pytest.param(
         {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16}, marks=pytest.mark.full
     ),

@@ -50,6 +50,8 @@ def main() -> None:
         llm = LLM(device="cpu", panel="optimized", dtype="bfloat16", max_total_tokens=8192, **flags)
         parts = llm.assembly.parts
         parts.model_runner.rehearse(llm.config, parts.sampler, parts.num_token_ids)
+        if llm.config.speculative is not None:
+            llm.scheduler.decoding.rehearse(llm.config)
         known, dice = set(variants.known), random.Random(0)
         for _ in range(NUM_ROUNDS):
             llm.generate(*random_prompts(llm, dice, dice.choice((1, 2, 3, 5, 17, 40))), progress=False)

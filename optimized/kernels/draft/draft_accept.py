@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=list(range(6)))
 def _accept_kernel(
     token_ids_ptr, parents_ptr, target_ids_ptr, node_indices_ptr, out_ids_ptr, num_accepted_ptr,
     NUM: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,

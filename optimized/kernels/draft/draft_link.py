@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=list(range(9)))
 def _link_kernel(
     token_ids_ptr, parents_ptr, num_nodes_ptr, out_ids_ptr, out_parents_ptr, depths_ptr, next_token_ptr,
     next_sibling_ptr, visible_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr,
