@@ -20,8 +20,7 @@ from diptych.shared.modeling.stream import Stream
 
 
 class GemmaDecoderLayer(DecoderLayer):
-    """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
-    attention, not the one before the MLP."""
+    """Attention and MLP each have a norm before and after."""
 
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         # --8<-- [start:four-norms]
@@ -29,7 +28,7 @@ class GemmaDecoderLayer(DecoderLayer):
         heads = self.self_attn(self.self_attn.qkv_proj(normed), positions, attention)
         if self.is_last and attention.rows is not None:
             residual, heads = residual[attention.rows], heads[attention.rows]
-        added = self.post_attention_layernorm(self.tp.all_reduce(self.self_attn.o_proj(heads)))
+        added = self.post_self_attn_layernorm(self.tp.all_reduce(self.self_attn.o_proj(heads)))
         normed, residual = self.pre_feedforward_layernorm.add_and_norm(added, residual)
         added = self.tp.all_reduce(self.mlp(normed))
         return Stream(residual, self.post_feedforward_layernorm(added))

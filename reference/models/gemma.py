@@ -15,13 +15,12 @@ from diptych.shared.modeling.decoder_modules import GemmaEnds
 
 
 class GemmaDecoderLayer(DecoderLayer):
-    """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
-    attention, not the one before the MLP."""
+    """Attention and MLP each have a norm before and after."""
 
     # --8<-- [start:four-norms]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         heads = self.tp.all_reduce(self.self_attn(self.input_layernorm(x), positions, attention))
-        x = x + self.post_attention_layernorm(heads)
+        x = x + self.post_self_attn_layernorm(heads)
         hidden = self.tp.all_reduce(self.mlp(self.pre_feedforward_layernorm(x)))
         return x + self.post_feedforward_layernorm(hidden)
         # --8<-- [end:four-norms]

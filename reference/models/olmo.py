@@ -34,7 +34,7 @@ class OlmoDecoderLayer(DecoderLayer):
 
     # --8<-- [start:norms-after]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(x, positions, attention))
+        x = x + self.post_self_attn_layernorm(self.self_attn(x, positions, attention))
         return x + self.post_feedforward_layernorm(self.mlp(x))
         # --8<-- [end:norms-after]
 

@@ -75,6 +75,8 @@ class Family:
     more: Callable[[ModelConfig, Fields], ModelConfig] | None = None  # what only this family has
 
 
+_NORM_BEHIND_ATTENTION: Names = ((".post_attention_layernorm.", ".post_self_attn_layernorm."),)
+"""A name that other families give to the norm before the MLP. In GLM-4 it is that one."""
 _GEMMA = Family(
     "gemma",
     head_dim=256,
@@ -84,6 +86,7 @@ _GEMMA = Family(
     hidden_act=("hidden_activation", "gelu_pytorch_tanh"),
     norm_unit_offset=True,
     norms="both",
+    names=_NORM_BEHIND_ATTENTION,
     is_context_scaled=True,
     attn_scale=256.0,
 )
@@ -115,6 +118,7 @@ _OLMO = Family(
     qk_norm=True,
     wide_qk_norm=True,
     norms="after",
+    names=_NORM_BEHIND_ATTENTION,
 )
 _QWEN_WINDOWS = Windows("optional, from max_window_layers")
 
@@ -195,7 +199,6 @@ FAMILIES = {
         norms="both",
         names=(
             (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
-            (".post_self_attn_layernorm.", ".post_attention_layernorm."),
             (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
         ),
     ),

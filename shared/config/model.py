@@ -194,11 +194,11 @@ class ModelConfig:
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """Names of a layer's norms of the hidden size, in the order in which it uses them."""
-        after = ("post_attention_layernorm", "post_feedforward_layernorm")
         if self.norms == "after":
-            return after
+            return "post_self_attn_layernorm", "post_feedforward_layernorm"
         if self.norms == "both":
-            return "input_layernorm", after[0], "pre_feedforward_layernorm", after[1]
+            before = ("input_layernorm", "pre_feedforward_layernorm")
+            return before[0], "post_self_attn_layernorm", before[1], "post_feedforward_layernorm"
         return "input_layernorm", "post_attention_layernorm"
 
     @property

@@ -50,8 +50,9 @@ class AttentionModules(nn.Module):
 
 
 class LayerModules(nn.Module):
-    """Attention, MLP or MoE, and the norms around them. Where norms follow attention and MLP (Gemma),
-    `post_attention_layernorm` is the one after attention. Otherwise it is the one before the MLP."""
+    """Attention, MLP or MoE, and the norms around them. `post_attention_layernorm` is the one
+    before the MLP. Families that have norms behind attention and MLP call one of these so: their rows of
+    `FAMILIES` rename it."""
 
     attention_class: type[nn.Module]
     mla_class: type[nn.Module]
@@ -59,6 +60,7 @@ class LayerModules(nn.Module):
     linear_attention_class: type[nn.Module]  # of families that have it
     input_layernorm: RMSNorm  # those of `ModelConfig.layer_norms`
     post_attention_layernorm: RMSNorm
+    post_self_attn_layernorm: RMSNorm
     pre_feedforward_layernorm: RMSNorm
     post_feedforward_layernorm: RMSNorm
 

@@ -15,7 +15,7 @@ from diptych.shared.config.families import FUSED
 from diptych.shared.loading import weights as weights_module
 from diptych.shared.loading.load_model import MIN_BYTES, LoadingBar
 from diptych.shared.loading.shards import Shards
-from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
@@ -370,3 +370,12 @@ def test_the_loading_bar_is_shown_on_a_terminal_only(
     for num_read in (MIN_BYTES // 2, MIN_BYTES):
         bar.update(num_read, MIN_BYTES)
     assert ("load weights" in capsys.readouterr().err) == is_terminal
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_canonical_name_is_read_as_itself(name: str) -> None:
+    """So a caller that gets a weight by its canonical name may send it back, in GLM-4 too, whose checkpoints have
+    a name of ours for another norm."""
+    config = parse_config(CONFIGS[name])
+    shapes = expected_shapes(config)
+    assert [canonical_parts(n, shape, config)[0].name for n, shape in shapes.items()] == list(shapes)
