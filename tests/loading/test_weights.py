@@ -374,8 +374,8 @@ def test_the_loading_bar_is_shown_on_a_terminal_only(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_canonical_name_is_read_as_itself(name: str) -> None:
-    """So a caller that gets a weight by its canonical name may send it back, in GLM-4 too, whose checkpoints have
-    a name of ours for another norm."""
+    """So a weight may be sent back by the name that it was got by. GLM-4's checkpoints have a name of ours
+    for another norm."""
     config = parse_config(CONFIGS[name])
     shapes = expected_shapes(config)
     assert [canonical_parts(n, shape, config)[0].name for n, shape in shapes.items()] == list(shapes)
