@@ -42,8 +42,9 @@ def test_float32_is_exact(model: str, flags: dict[str, Any]) -> None:
     assert kinds <= set(outcome.worst), "too little of the model was looked at"
 
 
-BACKENDS = [("tiny-dense", backend, flags) for backend in attention_backends() for flags in FLAGS[1:]]
-BACKENDS += [("tiny-moe", backend, flags) for backend in attention_backends() for flags in FLAGS[::2]]
+BACKENDS = [("tiny-dense", backend, FLAGS[2]) for backend in attention_backends()]
+BACKENDS += [("tiny-moe", backend, FLAGS[0]) for backend in attention_backends()]
+"""Mixed chunks have prompts and decoding in one step, so they take the longest to compare."""
 
 
 @pytest.mark.parametrize(("model", "backend", "flags"), BACKENDS, ids=name_of)

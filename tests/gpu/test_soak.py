@@ -11,7 +11,8 @@ from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
 def test_rounds_hold(model: str) -> None:
     use = {"scheduler": "optimized", "memory_pool": "optimized"}
-    soak, total = Soak({"model": model, "device": "cuda", "panel": "optimized", "use": use}), Tally()
+    flags = {"model": model, "device": "cuda", "panel": "optimized", "use": use, "skip_warmup": True}
+    soak, total = Soak(flags), Tally()
     for seed in range(3):
         total = total.plus(soak.round(seed))
     assert total.num_requests > 60
