@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.shared.config import ModelConfig, read_config
+from diptych.shared.config import ModelConfig, parse_config, read_config
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 
 BF16 = torch.bfloat16
 
@@ -92,3 +93,19 @@ def test_a_long_prefill_is_bound_by_products_and_phases_add_up() -> None:
     decode = step_cost(config, [100], [1], BF16)
     assert decode.bound(ceilings) == decode.num_bytes / 4e12
     assert decode.roofline(ceilings) == pytest.approx(decode.bound(ceilings))
+
+
+def test_states_of_linear_attention_are_read_and_written() -> None:
+    """Qwen3.5-4B: 24 layers with a state of 32 heads of 128 x 128 and three inputs of 8192 channels, 8 layers with
+    KV of 2 * 4 heads of 256."""
+    shape = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "head_dim": 256}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "layer_types": None}
+    linear_heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    linear_dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    fields = {**HYBRID_CONFIGS["qwen3.5"], **shape, **heads, **linear_heads, **linear_dims}
+    config = parse_config({name: value for name, value in fields.items() if value is not None})
+    cost = step_cost(config, [1024] * 64, [1] * 64, BF16)
+    state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert cost.kv_bytes == 64 * (2 * state + 8 * 1024 * 2 * 4 * 256 * 2)
+    linear = next(phase for phase in cost.phases if phase.name == "linear attention")
+    assert linear.flops == 64 * 24 * 6 * 32 * 128 * 128

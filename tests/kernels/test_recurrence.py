@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
 from diptych.optimized.linear_attention import LinearAttention
 from diptych.shared.interfaces.linear_attention import StateStore
+from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.oracles.linear_batches import (
     LAYER,
     LinearCase,
@@ -14,6 +16,8 @@ from diptych.shared.tools.conformance.oracles.linear_batches import (
     forward_batch,
     world_of,
 )
+
+pytestmark = pytest.mark.contract
 
 
 def case_of(*steps: tuple[int, ...]) -> LinearCase:
@@ -77,13 +81,17 @@ def test_equal_keys() -> None:
 
 def test_gates() -> None:
     torch.manual_seed(0)
-    projected = 9.0 * torch.randn(5, 20)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(check_device())
+
+    projected = 9.0 * normal(5, 20)
     a, b = projected[:, 3:9], projected[:, 9:15]
-    A_log, dt_bias = torch.randn(6), torch.randn(6)
+    A_log, dt_bias = normal(6), normal(6)
     g, beta = decay_and_beta(a, b, A_log, dt_bias)
     torch.testing.assert_close(g, -A_log.exp() * torch.nn.functional.softplus(a + dt_bias))
     torch.testing.assert_close(beta, torch.sigmoid(b))
-    o, z, weight = torch.randn(5, 6, 12), torch.randn(5, 80)[:, :72], torch.randn(12)
+    o, z, weight = normal(5, 6, 12), normal(5, 80)[:, :72], normal(12)
     normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
     expected = normed.flatten(1) * torch.nn.functional.silu(z)
     torch.testing.assert_close(norm_and_gate(o, z, weight, 1e-6), expected)

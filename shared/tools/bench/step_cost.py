@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import StatePool
 from diptych.shared.loading.quantize import num_weight_bytes, scheme_of_weight
 from diptych.shared.loading.shards import shard_config
 from diptych.shared.loading.weight_names import expected_shapes
@@ -24,6 +25,11 @@ GROUPS = {
     "q_b_proj": "q_b_proj",
     "kv_b_proj": "kv_b_proj",
     "o_proj": "o_proj",
+    "in_proj_qkv": "in_proj",  # linear attention
+    "in_proj_z": "in_proj",
+    "in_proj_b": "in_proj",
+    "in_proj_a": "in_proj",
+    "out_proj": "out_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
     "down_proj": "down_proj",
@@ -32,6 +38,8 @@ GROUPS = {
     "embed_tokens": "lm_head",  # only a tied embedding reaches this line
 }
 """module of a weight -> the phase that reads it; all others are norms"""
+OF_REQUESTS = ("attention", "linear attention")
+"""Phases that read what requests have, and no weight."""
 
 
 class Phase(NamedTuple):
@@ -53,19 +61,21 @@ class Ceilings:
 @dataclass(frozen=True)
 class StepCost:
     """The least bytes and FLOPs of a step. Bytes: every weight once (without an untied embedding, and only
-    the experts that are hit), the KV of all visible tokens read once, and that of new tokens written. FLOPs:
-    two for each multiplication of GEMMs and attention; one if both operands have 8 bits, which tensor cores
+    the experts that are hit), the KV of all visible tokens read once, and that of new tokens written, the
+    states of linear attention read and written once. FLOPs: two for each multiplication of GEMMs and
+    attention, and of the recurrence token by token; one if both operands have 8 bits, which tensor cores
     multiply at twice the rate. Activations, logits and norms are not counted."""
 
     phases: tuple[Phase, ...]
 
     @property
     def weight_bytes(self) -> float:
-        return sum(phase.num_bytes for phase in self.phases if phase.name != "attention")
+        return sum(phase.num_bytes for phase in self.phases if phase.name not in OF_REQUESTS)
 
     @property
     def kv_bytes(self) -> float:
-        return sum(phase.num_bytes for phase in self.phases if phase.name == "attention")
+        """With the states of linear attention."""
+        return sum(phase.num_bytes for phase in self.phases if phase.name in OF_REQUESTS)
 
     @property
     def num_bytes(self) -> float:
@@ -147,6 +157,10 @@ def step_cost(
         num_bytes = num_weight_bytes({name: shape}, config.quantization, dtype)
         add(phase, read * num_bytes, 2 * numel * used * (len(shape) == 2) / rate)
     for layer_id in range(config.num_hidden_layers):
+        if (linear := config.linear_attention) is not None and layer_id in config.linear_layers:
+            states = 2 * len(seq_lens) * StatePool.bytes_per_row(1, linear, dtype)
+            add("linear attention", states, 6 * num_tokens * linear.v_size * linear.k_head_dim)
+            continue
         window = config.sliding_window(layer_id)
         for seq_len, extend_len in zip(seq_lens, extend_seq_lens):
             num_seen = seq_len if window < 0 else min(seq_len, window + extend_len)
