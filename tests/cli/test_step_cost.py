@@ -96,8 +96,8 @@ def test_a_long_prefill_is_bound_by_products_and_phases_add_up() -> None:
 
 
 def test_states_of_linear_attention_are_read_and_written() -> None:
-    """Qwen3.5-4B: 24 layers with a state of 32 heads of 128 x 128 and three inputs of 8192 channels, 8 layers with
-    KV of 2 * 4 heads of 256."""
+    """Qwen3.5-4B: 24 layers with a state of 32 heads of 128 x 128 and three inputs of 8192 channels, 8 layers
+    with KV of 2 * 4 heads of 256."""
     shape = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "head_dim": 256}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "layer_types": None}
     linear_heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
