@@ -42,7 +42,7 @@ help:
 	@echo "make mutants    changes in a sample of places of the source, and which of them no test notices; N=200 SEED=0"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
 	@echo "make notebooks  Jupyter with the notebooks of the course"
-	@echo "make figures    the pictures of the documentation, from runs of the engine and recorded data"
+	@echo "make figures    the pictures of the documentation, from runs and recorded data, and the sheets to print"
 	@echo "make clean      remove $(VENV) and build outputs"
 
 run: $(VENV)/.installed
@@ -108,8 +108,9 @@ serve-docs: $(VENV)/.installed-test
 notebooks: $(VENV)/.installed-notebooks
 	@$(BIN)/jupyter lab notebooks
 
-figures: $(VENV)/.installed
+figures: $(VENV)/.installed-test
 	@OMP_NUM_THREADS=1 $(BIN)/python -m docs.figures
+	@$(BIN)/python -m docs.figures.sheets build/sheets
 
 clean:
 	rm -rf $(VENV) site build *.egg-info

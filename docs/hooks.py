@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 from ruff import find_ruff_bin
 
-from docs.figures import five_requests
+from docs.figures import five_requests, sheets
 from docs.generators.hook import expand
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +86,8 @@ def on_files(files: Files, config: Any) -> Files:
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
     files.append(File.generated(config, RUN, content=five_requests.page("../source")))
+    for name in [*sheets.numbers(), sheets.ALL]:
+        files.append(File.generated(config, f"course/sheets/{name}.html", content=sheets.page(name)))
     return files
 
 
