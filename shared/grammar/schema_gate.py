@@ -44,7 +44,13 @@ DAY = (
     r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
 )
 TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:Z|\.\d{3}Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
 FORMAT_PATTERNS = {"date": f"^{DAY}$", "time": f"^{TIME}$", "date-time": f"^{DAY}T{TIME}$"}
+FORMAT_PATTERNS["ipv4"] = rf"^{OCTET}\.{OCTET}\.{OCTET}\.{OCTET}$"
+_GROUPS = [":".join(["[0-9a-fA-F]{1,4}"] * count) for count in range(9)]
+FORMAT_PATTERNS["ipv6"] = "|".join(
+    [f"^{_GROUPS[8]}$", *(f"^{_GROUPS[i]}::{_GROUPS[j]}$" for i in range(8) for j in range(8 - i))]
+)
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -165,6 +171,8 @@ class _Gate:
                 )
             if isinstance(value, (int, float)) and not -(2**63) <= value < 2**63 and kind == "integer":
                 raise shape.place.refuse("enum", f"{value} is beyond 64 bits")
+            if kind == "string" and shape.limits.get("format") in FORMATS | REFUSED_FORMATS:
+                raise shape.place.refuse("format", "an enum stands beside it: state one of them")
             if kind in ("string", "integer", "number") and not _satisfies(value, shape):
                 continue
             kept.append(int(value) if kind == "integer" else value)
@@ -182,8 +190,10 @@ class _Gate:
                     )
             low = max((limits[k] for k in ("minimum", "exclusiveMinimum") if k in limits), default=-math.inf)
             high = min((limits[k] for k in ("maximum", "exclusiveMaximum") if k in limits), default=math.inf)
-            is_open = low in (limits.get("exclusiveMinimum"),) or high in (limits.get("exclusiveMaximum"),)
-            return [] if low > high or (low == high and is_open) else [{"type": "number", **limits}]
+            num_open = (low == limits.get("exclusiveMinimum")) + (high == limits.get("exclusiveMaximum"))
+            if num_open == 2 and 0 < high - low < 1.5e-6:
+                raise place.refuse("exclusiveMinimum", "no number with 6 digits behind the point is between")
+            return [] if low > high or (low == high and num_open) else [{"type": "number", **limits}]
         lows = [math.ceil(limits[k]) for k in ("minimum",) if k in limits]
         lows += [math.floor(limits[k]) + 1 for k in ("exclusiveMinimum",) if k in limits]
         highs = [math.floor(limits[k]) for k in ("maximum",) if k in limits]

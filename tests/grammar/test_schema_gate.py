@@ -22,6 +22,7 @@ from diptych.shared.tools.conformance.server.random_schemas import PATTERNS, doc
 from tests.grammar.schema_samples import END, compiler, sample
 
 COMPILER = compiler()
+VALIDATOR = jsonschema.Draft202012Validator
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
 NODE = {
     "type": "object",
@@ -48,6 +49,8 @@ HONOURED: list[tuple[Any, str, str]] = [
     ({"type": "string", "pattern": "b"}, '"abc"', '"ac"'),
     ({"type": "object", "patternProperties": {"b": {"type": "null"}}}, '{"abc": null}', '{"abc": 1}'),
     ({"type": "string", "format": "date"}, '"2024-02-28"', '"2024-02-30"'),
+    ({"type": "string", "format": "ipv4"}, '"255.0.10.9"', '"255.0.10.09"'),
+    ({"type": "string", "format": "ipv6"}, '"2001:db8::1"', '"::1.2.3.04"'),
     ({"type": "string", "maxLength": 3}, '"é😀a"', '"\x01"'),
     ({"minLength": 2}, '"ab"', '"a"'),
     ({"type": "array", "maxItems": 2, "uniqueItems": False}, '[1, "a"]', "[1, 2, 3]"),
@@ -61,6 +64,8 @@ NO: list[tuple[Any, str]] = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf: branches 0 and 1 may overlap"),
     ({"type": "string", "format": "email", "maxLength": 9}, "#/format: "),
     ({"type": "string", "format": "regex"}, "#/format: "),
+    ({"enum": ["a"], "format": "date"}, "#/format: "),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "#/exclusiveMinimum: "),
     ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "#/allOf/1/pattern: "),
     ({"type": "number", "multipleOf": 0.01}, "#/multipleOf: "),
     ({"type": "number", "minimum": 1e20}, "#/minimum: "),
@@ -110,7 +115,7 @@ def test_answers_to_random_schemas_are_valid(first: int, num_schemas: int) -> No
             compiled = compile_gated(schema)
         except ValueError:
             continue
-        validator = jsonschema.Draft202012Validator(schema)
+        validator = VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER)
         for _ in range(10):
             answer = sample(compiled, rng)
             if answer is not None:

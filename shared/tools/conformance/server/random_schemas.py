@@ -17,7 +17,16 @@ PATTERNS = [
     "^-?[0-9]{1,3}(\\.[0-9]+)?$",
     r"^\S\W$",
 ]
-NAMES = "abc"
+NAMES = ["a", "b", "c", 'q"t', "b\\s", "", "é😀", "n\nl", "a/b", "$ref", "</parameter>"]
+VALUES: list[Any] = [1, 2.5, "a", "bcd", None, True, 0, [1], {"a": 1}, '"\\', -0.0, 1e-7, 0.1, 5e-324, "\u2028",
+                     "\x01", "\x7f", "😀", {'k"': "\n"}, [[], {"b": [True, 2.5]}], "</tool_call>"]  # fmt: skip
+FORMATS = ["date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+           "uri-reference", "json-pointer", "unknown", "regex"]  # fmt: skip
+ATOMS = ["a", "b", "[a-c]", r"\d", r"\w", ".", "[^a]", '[^"]', '"', r"\\", r"\n", r"\s", r"\S", r"\W", r"\D", "é",
+         "[é😀]", "[^😀]", r"\x41", r"\-", "/", r"[\w-]", r"[a\]]", r"[^\d]", r"[\x00-\x1f]", "{", r"\b", "(?=a)",
+         "(?i:a)", "a++", "[]a]", "a{2,1}"]  # fmt: skip
+"""Of random patterns; the last ones are refused."""
+REPEATS = ["*", "+", "?", "{2}", "{0,2}", "{1,}", "{0}", "+?"]
 
 
 def schema(rng: random.Random, depth: int = 3) -> Any:
@@ -26,22 +35,22 @@ def schema(rng: random.Random, depth: int = 3) -> Any:
     kind = rng.choice(kinds + (["object", "array", "anyOf", "oneOf", "allOf"] * 2 if depth else []))
     found: dict[str, Any] = {"type": kind}
     if kind == "string":
-        found |= some(
-            rng, minLength=rng.randint(0, 3), maxLength=rng.randint(0, 5), pattern=rng.choice(PATTERNS)
-        )
-        found |= some(rng, 0.1, format=rng.choice(["date", "date-time", "ipv4", "uuid", "unknown", "regex"]))
+        found |= some(rng, minLength=rng.randint(0, 3), maxLength=rng.randint(0, 5), pattern=pattern(rng))
+        found |= some(rng, 0.1, format=rng.choice(FORMATS))
     elif kind in ("integer", "number"):
-        found |= some(rng, minimum=rng.randint(-9, 9), maximum=rng.choice([3, 2.5, 17, 120]))
+        found |= some(
+            rng, minimum=rng.choice([-9, 0, 2.5, -1e-6, 999.0]), maximum=rng.choice([3, 2.5, 17, 1e-6])
+        )
         found |= some(
             rng,
             0.2,
             exclusiveMinimum=rng.choice([0, -1.25]),
-            exclusiveMaximum=5,
+            exclusiveMaximum=rng.choice([5, 1e-6]),
             multipleOf=rng.choice([1, 3, 0.5]),
         )
     elif kind == "enum":
-        found = {"enum": rng.sample([1, 2.5, "a", "bcd", None, True, 0, [1], {"a": 1}, '"\\'], 4)}
-        found |= some(rng, 0.2, type=["string", "integer"], maxLength=2, minimum=1, pattern="a")
+        found = {"enum": rng.sample(VALUES, 4)}
+        found |= some(rng, 0.2, type=["string", "integer"], maxLength=2, minimum=1, pattern="a", format="uri")
     elif kind == "ref":
         found = {"$ref": rng.choice(["#", "#/$defs/x", "#/$defs/y", "#z"])} | some(
             rng, 0.2, maxLength=3, required=["a"]
@@ -65,6 +74,19 @@ def schema(rng: random.Random, depth: int = 3) -> Any:
     return found
 
 
+def pattern(rng: random.Random, depth: int = 3) -> str:
+    """A listed one, or any atoms in any combination."""
+    kind = rng.randint(0, 7)
+    if depth == 0 or kind < 3:
+        return rng.choice(ATOMS if depth < 3 else PATTERNS)
+    parts = pattern(rng, depth - 1), pattern(rng, depth - 1)
+    if kind < 5:
+        return "".join(parts)
+    if kind == 5:
+        return f"{rng.choice(['^', ''])}({'|'.join(parts)}){rng.choice(['$', ''])}"
+    return f"(?:{parts[0]}){rng.choice(REPEATS)}" if kind == 6 else "|".join(parts)
+
+
 def document(rng: random.Random) -> Any:
     found = schema(rng)
     definitions = {"x": schema(rng, 1), "y": schema(rng, 2), "z": {"$anchor": "z", **schema(rng, 0)}}
@@ -76,11 +98,13 @@ def some(rng: random.Random, share: float = 0.4, **keywords: Any) -> dict[str, A
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
-    properties = {name: schema(rng, depth - 1) for name in NAMES if rng.random() < 0.5}
+    properties = {
+        name: schema(rng, depth - 1) for name in NAMES if rng.random() < (0.5 if name in "abc" else 0.05)
+    }
     found = some(rng, 0.8, properties=properties)
     extra = rng.choice([True, False, {"type": "integer"}])
-    found |= some(rng, required=rng.sample(NAMES, rng.randint(0, 2)), additionalProperties=extra)
+    found |= some(rng, required=rng.sample(NAMES[:4], rng.randint(0, 2)), additionalProperties=extra)
     found |= some(rng, 0.15, minProperties=rng.randint(0, 2), maxProperties=rng.randint(0, 3))
-    found |= some(rng, 0.08, patternProperties={rng.choice(PATTERNS): schema(rng, 0)})
-    found |= some(rng, 0.08, propertyNames={"pattern": rng.choice(PATTERNS)}, unevaluatedProperties=False)
+    found |= some(rng, 0.08, patternProperties={pattern(rng): schema(rng, 0)})
+    found |= some(rng, 0.08, propertyNames={"pattern": pattern(rng)}, unevaluatedProperties=False)
     return found

@@ -170,6 +170,7 @@ def linear_time(impl: type[Dialect], case: Case) -> None:
     events += parser.finish()
     seconds = time.thread_time() - start
     arguments = "".join(event.arguments for event in events if isinstance(event, ToolDelta))
-    expect_equal("arguments", json.loads(arguments), {case.key: values[case.key]})
+    if json.loads(arguments) != {case.key: values[case.key]}:  # a quarter of a megabyte: not in a report
+        raise Mismatch("arguments", "the values that were written", "others")
     if seconds > 1:
         raise Mismatch("seconds", "less than 1", round(seconds, 2))
