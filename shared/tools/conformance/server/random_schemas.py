@@ -18,13 +18,19 @@ PATTERNS = [
     r"^\S\W$",
 ]
 NAMES = ["a", "b", "c", 'q"t', "b\\s", "", "é😀", "n\nl", "a/b", "$ref", "</parameter>"]
-VALUES: list[Any] = [1, 2.5, "a", "bcd", None, True, 0, [1], {"a": 1}, '"\\', -0.0, 1e-7, 0.1, 5e-324, "\u2028",
-                     "\x01", "\x7f", "😀", {'k"': "\n"}, [[], {"b": [True, 2.5]}], "</tool_call>"]  # fmt: skip
-FORMATS = ["date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-           "uri-reference", "json-pointer", "unknown", "regex"]  # fmt: skip
-ATOMS = ["a", "b", "[a-c]", r"\d", r"\w", ".", "[^a]", '[^"]', '"', r"\\", r"\n", r"\s", r"\S", r"\W", r"\D", "é",
-         "[é😀]", "[^😀]", r"\x41", r"\-", "/", r"[\w-]", r"[a\]]", r"[^\d]", r"[\x00-\x1f]", "{", r"\b", "(?=a)",
-         "(?i:a)", "a++", "[]a]", "a{2,1}"]  # fmt: skip
+VALUES: list[Any] = [
+    1, 2.5, "a", "bcd", None, True, 0, [1], {"a": 1}, '"\\', -0.0, 1e-7, 0.1, 5e-324, "\u2028",
+    "\x01", "\x7f", "😀", {'k"': "\n"}, [[], {"b": [True, 2.5]}], "</tool_call>",
+]  # fmt: skip
+FORMATS = [
+    "date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+    "uri-reference", "json-pointer", "unknown", "regex",
+]  # fmt: skip
+ATOMS = [
+    "a", "b", "[a-c]", r"\d", r"\w", ".", "[^a]", '[^"]', '"', r"\\", r"\n", r"\s", r"\S", r"\W", r"\D",
+    "é", "[é]", "[^é]", r"\x41", r"\-", "/", r"[\w-]", r"[a\]]", r"[^\d]", r"[\x00-\x1f]", "{", r"\b",
+    "(?=a)", "(?i:a)", "a++", "[]a]", "a{2,1}",
+]  # fmt: skip
 """Of random patterns; the last ones are refused."""
 REPEATS = ["*", "+", "?", "{2}", "{0,2}", "{1,}", "{0}", "+?"]
 
