@@ -180,13 +180,14 @@ class GrammarCompiler:
         raise ValueError(f"{spec.kind}: {problem}")
 
     def _tokenizer_info(self) -> Any:
-        """The bytes of every token. Those of special tokens are no UTF-8, so no text of a grammar allows one;
-        a structural tag that names the token does."""
+        """The bytes of every token. Those of special and of stop tokens are no UTF-8, so no text of a grammar
+        allows one, and none of them ends a text that is not complete; a structural tag that names the token
+        does allow it."""
         assert self.tokenizer is not None
         xgrammar, token_bytes = import_xgrammar(), TokenBytes(self.tokenizer)
-        special = self.tokenizer.special_ids
+        unspelled = self.tokenizer.special_ids | self.stop_token_ids
         return xgrammar.TokenizerInfo(
-            [UNSPELLABLE * (i in special) + token_bytes.of(i) for i in range(self.num_token_ids)],
+            [UNSPELLABLE * (i in unspelled) + token_bytes.of(i) for i in range(self.num_token_ids)],
             xgrammar.VocabType.RAW,
             vocab_size=self.num_token_ids,
             stop_token_ids=sorted(self.stop_token_ids),

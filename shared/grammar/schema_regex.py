@@ -21,6 +21,8 @@ SURROGATES = (0xD800, 0xDFFF)
 DIGIT: Ranges = [(48, 57)]
 WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
 SPACE: Ranges = [(9, 13), (32, 32)]
+SEPARATORS: Ranges = [(28, 31)]
+"""White space in Python, none in JavaScript."""
 CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
 CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 ESCAPED = {
@@ -232,7 +234,7 @@ class _Parser:
         if not ranges:
             self.refuse("an empty class is not supported")
         if is_negated:  # Unicode digits and blanks belong to \d and \s in some dialects
-            ranges = complement(ranges, 126 if is_ascii else LAST)
+            ranges = complement([*ranges, *SEPARATORS], 126) if is_ascii else complement(ranges)
         return self.write(ranges, is_negated)
 
     def member(self) -> tuple[Ranges, bool]:
@@ -257,7 +259,7 @@ class _Parser:
         if letter in CLASSES:
             return CLASSES[letter], False
         if letter.lower() in CLASSES:
-            return complement(CLASSES[letter.lower()], 126), True
+            return complement([*CLASSES[letter.lower()], *SEPARATORS], 126), True
         if letter in CONTROLS or not (letter.isalnum() or letter == "_"):
             code = CONTROLS.get(letter, ord(letter))
             return [(code, code)], False

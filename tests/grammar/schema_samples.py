@@ -14,7 +14,7 @@ CLOSING = [ord(c) for c in '"}],']
 
 
 def compiler() -> xgrammar.GrammarCompiler:
-    tokens = [bytes([i]) for i in range(END)] + [b"<end>"]
+    tokens = [bytes([i]) for i in range(END)] + [b"\xff<end>"]
     info = xgrammar.TokenizerInfo(
         tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[END]
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xgrammar
 
 from diptych.shared.grammar import compiler as module
 from diptych.shared.grammar.compiler import CompilerFailed, GrammarCompiler, Worker, WorkerEnded
@@ -118,6 +119,19 @@ def test_special_tokens_are_never_allowed(compiler: GrammarCompiler) -> None:
     mask = grammar(compiler, regex=r"(.|\n)*").next_tokens([], compiler.num_token_ids)
     allowed = {i for i in compiler.tokenizer.special_ids if allows(mask, i)}
     assert allowed == compiler.stop_token_ids
+
+
+def test_a_stop_token_that_is_plain_text_ends_no_incomplete_text(tokenizer: Tokenizer) -> None:
+    """xgrammar takes such a token for its text, and ends the answer with it."""
+    (stop,) = tokenizer.encode("a", add_special_tokens=False)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, frozenset([stop]))
+    info = compiler._tokenizer_info()
+    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_regex("[a-z]+")
+    matcher = xgrammar.GrammarMatcher(compiled)
+    assert not matcher.accept_token(stop)
+    assert matcher.accept_string("b")
+    assert matcher.accept_token(stop)
+    assert matcher.is_terminated()
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ def test_a_pattern_matches_as_in_python(pattern: str) -> None:
         (r"^a\z", "a", "az"),
         (".+", "ab", "a\nb"),
         ("^a|b$", "b", "ab"),
+        (r"\S", "a", "\x1f"),
+        (r"[ -~]+", "<a", ""),
         ("a+?", "aa", ""),
         (r"(?P<year>\d{4})", "2024", "٢٠٢٤"),
     ],
