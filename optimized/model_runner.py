@@ -21,6 +21,7 @@ from diptych.optimized.graphs.steps import Steps
 from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.tiers.host_pool import HostPool
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation_flags import draft_shape
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
@@ -126,7 +127,9 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
                     self.lora.prepare(batch)
                 logits = self._forward(batch).next_token_logits
         assert logits is not None
-        for info in sampling_infos(config.max_running_requests, num_token_ids, self.kv_pool.device):
+        num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
+        num_rows = config.max_running_requests * num_nodes
+        for info in sampling_infos(num_rows, num_token_ids, self.kv_pool.device):
             rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
             sampler.sample(rows, info, torch.zeros_like(info.seeds))
 

@@ -42,6 +42,10 @@ _UNINITIALIZED = {
 class Zeros(TorchDispatchMode):
     """Fills uninitialized tensors with zeros."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports Dynamo, which takes more than a second, to keep it away from here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         return output.zero_() if func in _UNINITIALIZED else output

@@ -67,15 +67,20 @@ class SpeculativeDecoding(PlainDecoding):
             with compile_ahead():
                 self.rehearse(config)
 
+    @torch.inference_mode()
     def rehearse(self, config: EngineConfig) -> None:
-        """Link and accept an example of each size of trees, in `compile_ahead`: these kernels run between
-        graphs."""
-        assert self.parts.draft_tree is not None
-        for num in {shape.num_draft_tokens for shape in possible_shapes(config)}:
-            zeros = torch.zeros(1, num, dtype=torch.int64, device=self.device)
-            tree = self.parts.draft_tree.from_parents(zeros, zeros - 1, zeros[:, 0] + 1)
-            for kept in {max_kept(shape) for shape in possible_shapes(config)}:
-                self.parts.draft_tree.accept(tree, zeros, kept - 1)
+        """Link and accept an example of each size of trees, and move each number of slots, in
+        `compile_ahead`: these kernels run between graphs."""
+        draft_tree, kv_pool = self.parts.draft_tree, self.parts.kv_pool
+        assert draft_tree is not None
+        assert kv_pool is not None
+        for shape in possible_shapes(config):
+            zeros = torch.zeros(1, shape.num_draft_tokens, dtype=torch.int64, device=self.device)
+            tree = draft_tree.from_parents(zeros, zeros - 1, zeros[:, 0] + 1)
+            draft_tree.accept(tree, zeros, max_kept(shape) - 1)
+        for num_bits in range(9 if self.acceptance.largest.top_k > 1 else 0):
+            slots = torch.zeros(2**num_bits, dtype=torch.int64, device=self.device)
+            kv_pool.move(slots, slots)
 
     def num_ahead(self, running: Sequence[Req]) -> int:
         return int(self.round.runs_ahead and not any(req.needs_output for req in running))

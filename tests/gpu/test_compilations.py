@@ -60,7 +60,7 @@ def test_no_request_of_an_llm_compiles(name: str) -> None:
         llm.generate(*random_prompts(llm, dice, num_requests), progress=False)
     several = SamplingParams(n=4, temperature=0.8, max_new_tokens=8)
     llm.generate([list(range(20))], several, progress=False)
-    assert [each.kernel for each in llm.assembly.compilations.after_ready] == []
+    assert " ".join(each.kernel for each in llm.assembly.compilations.after_ready) == ""
     assert llm.stats().num_compiled_kernels == 0
 
 
