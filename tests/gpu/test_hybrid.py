@@ -90,7 +90,7 @@ def of_optimized(model: str, dtype: str = "float32", **flags: Any) -> LLM:
 
 @cache
 def expected_answers(model: str) -> tuple[GenerateOutput, ...]:
-    """Of the reference on the CPU, with the log-probability of each token."""
+    """Answers of the reference on the CPU, with the log-probability of each token."""
     llm = of_reference(model, dtype="float32")
     params = GREEDY.updated(return_logprob=True)
     return tuple(llm.generate(prompts_of(*PROMPT_LENS), params, progress=False))

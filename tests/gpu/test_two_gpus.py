@@ -22,8 +22,9 @@ FLAGS: dict[str, Any] = {
     "max_total_tokens": 8192,
     "max_running_requests": 4,
     "cuda_graph_max_tokens": 64,
+    "skip_warmup": True,
 }
-"""Few sizes of graphs: each has kernels of its own to compile."""
+"""Few sizes of graphs: each has kernels of its own to compile. Others are compiled when a step needs them."""
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "progress": False}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -58,6 +59,7 @@ DRAFTS: dict[str, Any] = {
 }
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "graphs": ("tiny-dense", {}),
+    "compiled ahead": ("tiny-dense", {"skip_warmup": False}),
     "no graphs": ("tiny-dense", {"disable_cuda_graph": True}),
     "NCCL": ("tiny-dense", {"use": {"collectives": "nccl"}}),
     "parts of experts": ("tiny-moe", {}),
@@ -81,7 +83,7 @@ def test_two_ranks_answer_as_one(way: str) -> None:
     """Greedy text in float32."""
     model, more = WAYS[way]
     expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
-    llm = LLM(model, tp=2, **FLAGS, **more)
+    llm = LLM(model, tp=2, **(FLAGS | more))
     assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
     if "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.num_graph_replays > 0
