@@ -91,23 +91,31 @@ def contract(module: str) -> str:
 
 
 def types(module: str) -> str:
-    """A card for every type that the interfaces take or return: own types open, shared ones folded."""
+    """A card for every type of the module that its interfaces take or return, and links to the other ones."""
     name = f"diptych.shared.interfaces.{module}"
-    reached = types_reached(_interfaces(name))
     own = [cls for cls in _defined_in(name) if not inspect.isabstract(cls) and cls not in _interfaces(name)]
+    reached = types_reached(_interfaces(name))
     own += [cls for cls in reached if cls.__module__ == name and cls not in own and not _has_page(cls)]
-    names = {cls: f"{cls.__module__}.{cls.__name__}" for cls in own}  # signatures link to these headings
-    blocks = [f"### {cls.__name__} {{#{name}}}\n\n{card(name)}" for cls, name in names.items()]
-    links = [_link(cls) for cls in reached if _has_page(cls) and cls.__module__ != name]
-    folded = [cls for cls in reached if cls not in own and not _has_page(cls)]
-    if folded:
-        blocks.append("Types that several components exchange:")
-    for cls in folded:
-        text = f"`{path_of(cls)}`\n\n{card(f'{cls.__module__}.{cls.__name__}')}"
-        blocks.append(f'??? abstract "`{cls.__name__}`"\n{indented(text)}')
-    if links:
-        blocks.append(f"On other pages: {', '.join(links)}.")
-    return "\n\n".join(blocks)
+    links = [_link(cls) for cls in reached if cls not in own and cls.__module__ != name]
+    on_other_pages = [f"On other pages: {', '.join(links)}."] if links else []
+    return "\n\n".join([*map(_card, own), *on_other_pages])
+
+
+def shared_types() -> str:
+    """A card for every type that components exchange and that is in no module of an interface."""
+    found: list[type] = []
+    for path in sorted((ROOT / "shared" / "interfaces").glob("[a-z]*.py")):
+        name = f"diptych.shared.interfaces.{path.stem}"
+        found += [cls for cls in types_reached(_interfaces(name)) if cls.__module__ != name]
+    found = [cls for cls in dict.fromkeys(found) if not _has_page(cls) and not _is_of_an_interface(cls)]
+    return "\n\n".join(_card(cls) for cls in sorted(found, key=lambda cls: cls.__name__))
+
+
+def _card(cls: type) -> str:
+    """Its heading has the name to which signatures link."""
+    name = f"{cls.__module__}.{cls.__name__}"
+    path = "" if _is_of_an_interface(cls) else f"`{path_of(cls)}`\n\n"
+    return f"### {cls.__name__} {{#{name}}}\n\n{path}{card(name)}"
 
 
 def clauses(name: str) -> str:
@@ -127,8 +135,12 @@ def clauses(name: str) -> str:
     for module, rows in by_module.items():
         path = module.removeprefix("diptych.").replace(".", "/") + ".py"
         about = (inspect.getdoc(importlib.import_module(module)) or "").partition("\n\n")[0]
-        blocks.append(f"**`{path}`.** {' '.join(about.split())}")
-        blocks.append(table(["Clause", "What must hold", "Kind", "Cases", "Bugs"], rows, "lllrr"))
+        rules = table(["Clause", "What must hold", "Kind", "Cases", "Bugs"], rows, "lllrr")
+        topic = cell(about).rstrip(".").replace('"', "'")
+        topic = topic.partition(": ")[2] or topic.removeprefix("Clauses of ")
+        count = "1 clause" if len(rows) == 1 else f"{len(rows)} clauses"
+        body = indented(f"`{path}`\n\n{rules}")
+        blocks.append(f'??? abstract "{topic[0].upper()}{topic[1:]} ({count})"\n{body}')
     return "\n\n".join(blocks)
 
 
@@ -199,6 +211,10 @@ def _interfaces(module: str) -> list[type]:
     return sorted(found, key=lambda cls: cls not in implemented)
 
 
+def _is_of_an_interface(cls: type) -> bool:
+    return cls.__module__.startswith("diptych.shared.interfaces.")
+
+
 def _has_page(cls: type) -> bool:
     return inspect.isabstract(cls) or cls.__name__ in ELSEWHERE
 
@@ -207,4 +223,5 @@ def _link(cls: type) -> str:
     if cls.__name__ in ELSEWHERE:
         return f"[`{cls.__name__}`]({ELSEWHERE[cls.__name__]})"
     module = cls.__module__.rpartition(".")[2]
-    return f"[`{cls.__name__}`]({PAGES.get(module, module)}.md#{cls.__module__}.{cls.__name__})"
+    page = PAGES.get(module, module) if _is_of_an_interface(cls) else "types"
+    return f"[`{cls.__name__}`]({page}.md#{cls.__module__}.{cls.__name__})"

@@ -40,7 +40,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "components": components.overview,
     "contract": components.contract,
     "contract-versions": components.contract_versions,
-    "types": components.types,
+    "shared-types": components.shared_types,
     "card": tables.card,
     "flags": tables.flags,
     "tolerances": tables.tolerances,

@@ -28,6 +28,7 @@ NOTEBOOKS = ROOT / "notebooks"
 OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
 
 _PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
+_TITLE = re.compile(r"^# .*$", re.MULTILINE)
 _PREDICT = re.compile(r"\bPredict\b")
 _NAMED = re.compile(r"(?<!\[)`notebooks/(\w+)\.ipynb`(?!\])")
 
@@ -42,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     if page.file.src_uri.startswith("notebooks/"):
-        return markdown
+        return _TITLE.sub(rf"\g<0>{_colab_link(page.file.name, config.repo_url or '')}", markdown, count=1)
 
     def link(match: re.Match[str]) -> str:
         file = files.get_file_from_path(f"notebooks/{match.group(1)}.md")
@@ -52,6 +53,15 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return f'<a href="{url}"><code>notebooks/{match.group(1)}.ipynb</code></a>'
 
     return _NAMED.sub(link, markdown)
+
+
+def _colab_link(notebook: str, repository: str) -> str:
+    """Colab opens notebooks of GitHub alone."""
+    place = repository.removeprefix("https://github.com/").rstrip("/")
+    if place in ("", repository):
+        return ""
+    url = f"https://colab.research.google.com/github/{place}/blob/main/notebooks/{notebook}.ipynb"
+    return f"\n\n[Open in Colab]({url}), and run `!pip install git+{repository}` in a new first cell."
 
 
 def page_of(path: Path) -> str:

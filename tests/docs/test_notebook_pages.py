@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mkdocs")
-from docs.generators import gpu_cells
+from docs.generators import gpu_cells, notebook_pages
 from docs.generators.notebook_pages import OUTPUTS, page_of
 from notebooks.gpu import record, recorded
 
@@ -116,3 +116,10 @@ def test_links_lead_to_the_pages() -> None:
         '<a href="../../notebooks/05_radix_cache/"><code>notebooks/05_radix_cache.ipynb</code></a>' in shown
     )
     assert "`notebooks/no_such.ipynb`" in shown
+
+
+def test_colab_opens_notebooks_of_github() -> None:
+    link = notebook_pages._colab_link("05_radix_cache", "https://github.com/someone/diptych")
+    assert "/github/someone/diptych/blob/main/notebooks/05_radix_cache.ipynb" in link
+    assert notebook_pages._colab_link("05_radix_cache", "https://example.org/diptych") == ""
+    assert notebook_pages._colab_link("05_radix_cache", "") == ""
