@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from diptych.shared.dialects.parts.choose import dialects
-from docs.generators.tables import cell, table
+from docs.generators.tables import cell, table, wrapping
 
 
 def dialect_table() -> str:
@@ -19,4 +19,4 @@ def dialect_table() -> str:
         markers = cls.reasoning[:2] if cls.reasoning is not None else ()
         shown = " ".join(f"`{marker}`" for marker in markers) or "none"
         rows.append([cell(about), names, shown, f"`shared/dialects/{module}.py`"])
-    return table(["Family", "`--tool-call-parser`", "Reasoning", "File"], rows)
+    return wrapping(table(["Family", "`--tool-call-parser`", "Reasoning", "File"], rows))

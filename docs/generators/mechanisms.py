@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from docs.generators.tables import wrapping
+
 FILE = Path(__file__).parent / "mechanisms.tsv"
 REMARKS = ("clause: ", "differs: ", "not built: ")
 
@@ -48,13 +50,11 @@ def mechanisms() -> str:
     parts = [f"{len(rows)} mechanisms: {num_missing} are not built in a panel, and {num_different} differ."]
     for section, its_rows in groupby(rows, key=lambda row: row.section):
         lines = [
-            f"## {section}",
-            "",
             "| Mechanism | reference | optimized | Clause or remark |",
             "|---|---|---|---|",
         ]
         lines += [_line(row) for row in its_rows]
-        parts.append("\n".join(lines))
+        parts += [f"## {section}", wrapping("\n".join(lines))]
     return "\n\n".join(parts)
 
 

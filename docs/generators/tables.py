@@ -33,6 +33,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = ""
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def wrapping(text: str) -> str:
+    """A table of long names, which may break anywhere (docs/stylesheets/extra.css)."""
+    return f'<div class="wraps" markdown>\n\n{text}\n\n</div>'
+
+
 def indented(text: str) -> str:
     return textwrap.indent(text, "    ")
 

@@ -14,7 +14,7 @@ from typing import Any
 from diptych.shared import registry
 from docs.generators.classes import ROOT
 from docs.generators.recordings import DATA
-from docs.generators.tables import table
+from docs.generators.tables import table, wrapping
 
 NOT_YET = "not run yet"
 PACKAGES = {
@@ -61,7 +61,7 @@ def tests() -> str:
         return "No run is recorded."
     files = sorted({file for each in records() for file in each["files"]})
     rows = [[f"`{file}`", *(counts(_total(each, file)) for each in records())] for file in files]
-    return table(["Tests", *(title(each) for each in records())], rows)
+    return wrapping(table(["Tests", *(title(each) for each in records())], rows))
 
 
 def gpu_runs(notes: dict[str, str]) -> str:
@@ -78,7 +78,7 @@ def gpu_runs(notes: dict[str, str]) -> str:
             if (found := _total(each, file, function)) and found[0] + found[1]
         ]
         rows.append([part, f"`{test}`", "; ".join(ran) or NOT_YET])
-    return table(["Part", "Tests", "Recorded runs on GPUs"], rows)
+    return wrapping(table(["Part", "Tests", "Recorded runs on GPUs"], rows))
 
 
 def cards() -> str:
