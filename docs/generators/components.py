@@ -108,14 +108,14 @@ def shared_types() -> str:
         name = f"diptych.shared.interfaces.{path.stem}"
         found += [cls for cls in types_reached(_interfaces(name)) if cls.__module__ != name]
     found = [cls for cls in dict.fromkeys(found) if not _has_page(cls) and not _is_of_an_interface(cls)]
-    return "\n\n".join(_card(cls) for cls in sorted(found, key=lambda cls: cls.__name__))
+    return "\n\n".join(_card(cls, "##") for cls in sorted(found, key=lambda cls: cls.__name__))
 
 
-def _card(cls: type) -> str:
+def _card(cls: type, level: str = "###") -> str:
     """Its heading has the name to which signatures link."""
     name = f"{cls.__module__}.{cls.__name__}"
     path = "" if _is_of_an_interface(cls) else f"`{path_of(cls)}`\n\n"
-    return f"### {cls.__name__} {{#{name}}}\n\n{path}{card(name)}"
+    return f"{level} {cls.__name__} {{#{name}}}\n\n{path}{card(name)}"
 
 
 def clauses(name: str) -> str:
