@@ -38,6 +38,7 @@ class LinearAttention(interface.LinearAttention):
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: LinearSteps
     ) -> torch.Tensor:
+        # --8<-- [start:linear-attention-run]
         config, states = layer.config, self.pool.recurrent[layer.layer_id]
         g, beta = g.contiguous(), beta.contiguous()
         c = convolve(u, self.pool.inputs[layer.layer_id], layer.conv_weight, plan)
@@ -45,3 +46,4 @@ class LinearAttention(interface.LinearAttention):
         delta_rule(c, g, beta, o, states, config, plan)
         delta_chunks(c, g, beta, o, states, config, plan)
         return o
+        # --8<-- [end:linear-attention-run]

@@ -98,7 +98,7 @@ def test_a_green_stage(folder: Path) -> None:
     assert "is green" in text
     assert f"memory_pool={folder / POOL.skeleton}" in text
     assert "every task is green" in run("grade", "2", "--folder", str(folder))
-    assert "1 of 14 stages" in run("--folder", str(folder))
+    assert "1 of 15 stages" in run("--folder", str(folder))
 
 
 def test_errors_are_one_line(folder: Path) -> None:

@@ -27,7 +27,6 @@ ONE_PANEL = {  # (file, label): why its twin does not have it
     ("reference/speculative/draft_tree.py", "choose-nodes"): "one kernel, find-the-bound of draft_select.py",
     ("reference/speculative/draft_tree.py", "link-tree"): "one kernel, climb-to-the-root of draft_link.py",
     ("reference/speculative/draft_tree.py", "accept-walk"): "one kernel, ask-all-nodes of draft_accept.py",
-    ("reference/linear_attention.py", "linear-attention-run"): "three launches",
     ("reference/models/qwen_next.py", "gated-delta-net"): "the same steps, in kernels",
     ("reference/models/qwen_next.py", "gated-attention"): "the same steps over one GEMM",
     ("reference/linear_attention.py", "convolve"): "a kernel, optimized/kernels/recurrence/convolve.py",

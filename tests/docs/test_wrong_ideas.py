@@ -12,9 +12,9 @@ from diptych.shared.tools.commands.check_stage import Grade
 from diptych.shared.tools.conformance.clauses import suite
 from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage, stage_of
 from tests.docs.solutions import solution
-from tests.docs.wrong_ideas import WrongIdea, stages_01_to_07, stages_08_to_14
+from tests.docs.wrong_ideas import WrongIdea, stage_15, stages_01_to_07, stages_08_to_14
 
-TABLES: tuple[ModuleType, ...] = (stages_01_to_07, stages_08_to_14)
+TABLES: tuple[ModuleType, ...] = (stages_01_to_07, stages_08_to_14, stage_15)
 IDEAS = [idea for table in TABLES for idea in table.IDEAS]
 MIN_IDEAS = 6  # of a stage
 MAX_CASES_BEFORE = 3

@@ -140,19 +140,6 @@ def test_float32_ops_are_the_references(name: str, flags: dict[str, Any], folder
     assert outcome.num_tokens > 250
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next"])
-def test_bfloat16_ops_are_close(name: str, folders: dict[str, str]) -> None:
-    """With the reference's tokens and its experts; as in `test_lockstep`."""
-    a = of_reference(folders[name], "cuda", dtype="bfloat16")
-    b = of_optimized(folders[name], "bfloat16", **FLAGS[1])
-    outcome = Lockstep(a, b, labels=("reference", "optimized"), teacher_forced=True).run(
-        prompts_of(*PROMPT_LENS), GREEDY
-    )
-    assert outcome.divergence is None, outcome.divergence.rows()
-    assert outcome.finished
-    assert len(outcome.near_ties) <= outcome.num_tokens * a.model_config.num_hidden_layers // 20
-
-
 def test_retracted_and_aborted_requests_leave_nothing(folders: dict[str, str]) -> None:
     llm, (prompt,) = of_optimized(folders["wide"], check_invariants=True), prompts_of(PROMPT_LENS[0])
     expected = expected_answers(folders["wide"])[0].output_ids

@@ -28,6 +28,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "12": ("03",),
     "13": ("01",),
     "14": ("01",),
+    "15": ("01", "05"),
 }
 """stage -> the stages to read before it. They need not be solved: all other parts are the reference's."""
 

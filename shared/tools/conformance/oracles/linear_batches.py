@@ -33,8 +33,15 @@ class LinearCase(Case):
     seed: int = 0
 
     def check(self) -> None:
+        if (
+            min(self.num_k_heads, self.num_v_heads, self.k_head_dim, self.v_head_dim, self.conv_kernel - 1)
+            < 1
+        ):
+            raise ValueError("heads, columns, and a convolution over at least two tokens")
         if self.num_v_heads % self.num_k_heads or len({len(step) for step in self.steps}) != 1:
             raise ValueError("whole groups of heads, and every step names every request")
+        if not all(any(step) for step in self.steps):
+            raise ValueError("a token in every step")
 
     @property
     def config(self) -> LinearAttentionConfig:
