@@ -19,6 +19,7 @@ FIGURES = {
     "draft-tree": "draft_tree.make",
     "expert-load": "expert_load.make",
     "rounding": "rounding.make",
+    "state-copies": "state_copies.make",
     "tensor-parallel": "tensor_parallel.make",
     "streaming": "streaming.make",
     "roofline": "roofline.make",
