@@ -64,11 +64,13 @@ def _shapes(page: str, sheet: dict[str, Any]) -> str:
 
 
 def _picture(page: str, sheet: dict[str, Any]) -> str:
-    """The last picture of the page above "Worked problems"; of one in steps, the chosen step."""
+    """The last picture of the page, if it has one; of one in steps, the chosen step."""
     names = re.findall(r'--8<-- "docs/figures/(.*)\.html"', page)
+    if not names:
+        return ""
     text = (FOLDER / f"{names[-1]}.html").read_text(encoding="utf-8")
     if "step" not in sheet:
-        return text
+        return f"<h2>Picture</h2>{text}"
     steps = text.split('<div class="step">')
     return (
         f'<figure class="picture"><div class="step">{steps[sheet["step"]].partition("</figure>")[0]}</figure>'
@@ -80,11 +82,12 @@ def _section(stage: Stage) -> str:
     title = re.search(r"^# (\d\d) (.*)\n\n((?:.+\n)+)", page, re.MULTILINE)
     assert title is not None, stage.page
     blocks = re.findall(r"^```.*text.*\n((?:.*\n)*?)```", _part(page, "By hand"), re.MULTILINE)
+    hand = [sheet["hand"]] if isinstance(sheet["hand"], int) else sheet["hand"]
     return f"""<section id="s{stage.number}">
 <h1><small>{title[1]}</small>{_text(title[2])}</h1>
 <p>{_text(title[3])}</p>
-<h2>By hand</h2><pre>{html.escape(blocks[sheet["hand"]])}</pre>
-<h2>Picture</h2>{_picture(page, sheet)}
+<h2>By hand</h2>{"".join(f"<pre>{html.escape(blocks[i])}</pre>" for i in hand)}
+{_picture(page, sheet)}
 <h2>Shapes</h2>{_shapes(page, sheet)}
 <h2>Invariants</h2>{_list(sheet["invariants"])}
 <h2>Costs</h2>{_list(sheet["costs"])}
