@@ -72,9 +72,7 @@ def _picture(page: str, sheet: dict[str, Any]) -> str:
     if "step" not in sheet:
         return f"<h2>Picture</h2>{text}"
     steps = text.split('<div class="step">')
-    return (
-        f'<figure class="picture"><div class="step">{steps[sheet["step"]].partition("</figure>")[0]}</figure>'
-    )
+    return f'<h2>Picture</h2><figure class="picture"><div class="step">{steps[sheet["step"]].partition("</figure>")[0]}</figure>'
 
 
 def _section(stage: Stage) -> str:
