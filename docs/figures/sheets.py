@@ -71,8 +71,8 @@ def _picture(page: str, sheet: dict[str, Any]) -> str:
     text = (FOLDER / f"{names[-1]}.html").read_text(encoding="utf-8")
     if "step" not in sheet:
         return f"<h2>Picture</h2>{text}"
-    steps = text.split('<div class="step">')
-    return f'<h2>Picture</h2><figure class="picture"><div class="step">{steps[sheet["step"]].partition("</figure>")[0]}</figure>'
+    step = text.split('<div class="step">')[sheet["step"]].partition("</figure>")[0]
+    return f'<h2>Picture</h2><figure class="picture"><div class="step">{step}</figure>'
 
 
 def _section(stage: Stage) -> str:
