@@ -1,4 +1,4 @@
-"""GLM-4.5 to 5: a call's name, then pairs of `<arg_key>` and `<arg_value>`."""
+"""GLM-4.5 and 4.6: a call's name, then pairs of `<arg_key>` and `<arg_value>`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, 
 
 START, END = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-TAGS = Tags(lambda name, is_text: f"{KEY}{name}{END_KEY}\n{VALUE}", f"{END_VALUE}\n", END_VALUE)
 NAME = re.compile(r"[\w.-]{1,256}")
 
 
 class Glm(BlockDialect):
-    """4.5 and 4.6 write newlines between elements, later models none. Texts are raw, the rest is JSON."""
+    """Texts are raw, the rest is JSON."""
 
     markers = (START, END, "<tool_response>", "</tool_response>", "<|observation|>", "<think>", "</think>")
     reasoning = Reasoning("<think>", "</think>")
-    tool_parsers = ("glm", "glm45", "glm47")
+    tool_parsers: tuple[str, ...] = ("glm", "glm45")
     starts = (START,)
-    separator = "\n"
+    separator: str = "\n"
+    """Also between the elements of a call."""
 
     def write(self, calls: Sequence[Call]) -> str:
-        return self.separator.join(map(_written, calls))
+        return self.separator.join(map(self._written, calls))
 
     def block(self, stream: Stream, start: str) -> Steps[None]:
         while start == START:
@@ -50,15 +50,17 @@ class Glm(BlockDialect):
             start = marker
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
-        content = xml_arguments(schema, TAGS)
-        return {"type": "tag", "begin": f"{START}{name}\n", "content": content, "end": END}
+        line = self.separator
+        tags = Tags(lambda key, is_text: f"{KEY}{key}{END_KEY}{line}{VALUE}", f"{END_VALUE}{line}", END_VALUE)
+        content = xml_arguments(schema, tags)
+        return {"type": "tag", "begin": f"{START}{name}{line}", "content": content, "end": END}
 
     @classmethod
     def matches(cls, template: str, has_token: Callable[[str], bool]) -> bool:
         return KEY in template or (not template and has_token(KEY))
 
-
-def _written(call: Call) -> str:
-    values = {k: v if isinstance(v, str) else dumps(v) for k, v in call.arguments.items()}
-    inside = "".join(f"{KEY}{k}{END_KEY}\n{VALUE}{text}{END_VALUE}\n" for k, text in values.items())
-    return f"{START}{call.name}\n{inside}{END}"
+    def _written(self, call: Call) -> str:
+        line = self.separator
+        values = {k: v if isinstance(v, str) else dumps(v) for k, v in call.arguments.items()}
+        inside = [f"{KEY}{k}{END_KEY}{line}{VALUE}{text}{END_VALUE}{line}" for k, text in values.items()]
+        return f"{START}{call.name}{line}{''.join(inside)}{END}"

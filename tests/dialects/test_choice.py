@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from diptych.shared.config import EngineConfig
+from diptych.shared.dialects.glm import Glm
+from diptych.shared.dialects.glm47 import Glm47
 from diptych.shared.dialects.gpt_oss import GptOss
 from diptych.shared.dialects.hermes import Hermes
 from diptych.shared.dialects.llama3 import Llama3
@@ -27,6 +29,10 @@ FORMS = {
     Hermes: f'<tool_call>{{"name": "{NAME}", "arguments": {ARGUMENTS}}}</tool_call>',
     Qwen3Coder: f"<tool_call><function={NAME}>{EACH}<parameter={{{{ k }}}}>{{{{ v }}}}</parameter>"
     "{% endfor %}</function></tool_call>",
+    Glm: f"<tool_call>{NAME}\n{EACH}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{{{{ v }}}}</arg_value>\n"
+    "{% endfor %}</tool_call>",
+    Glm47: f"<tool_call>{NAME}{EACH}<arg_key>{{{{ k }}}}</arg_key><arg_value>{{{{ v }}}}</arg_value>"
+    "{% endfor %}</tool_call>",
     Llama3: f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}',
     GptOss: f" to=functions.{NAME}<|channel|>commentary json<|message|>{ARGUMENTS}",
     Pythonic: f"[{NAME}({EACH}{{{{ k }}}}={{{{ v|tojson }}}}{{{{ ', ' if not loop.last }}}}{{% endfor %}})]",

@@ -39,7 +39,7 @@ FIRST_MARKER = 257
 def compiler_of(dialect: Dialect) -> tuple[Any, dict[str, int]]:
     """With all markers as special tokens, behind the tokens of single bytes."""
     ids = {marker: FIRST_MARKER + i for i, marker in enumerate(dict.fromkeys(dialect.markers))}
-    vocab = [bytes([i]) for i in range(NUM_BYTES)] + [b"<end>", *(b"\xff" + m.encode() for m in ids)]
+    vocab = [bytes([i]) for i in range(NUM_BYTES)] + [b"\xff<end>", *(b"\xff" + m.encode() for m in ids)]
     info = xgrammar.TokenizerInfo(vocab, vocab_size=len(vocab), stop_token_ids=[END])
     return xgrammar.GrammarCompiler(info, cache_enabled=False), ids
 

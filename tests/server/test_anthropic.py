@@ -233,6 +233,7 @@ def test_a_conversation_with_tools() -> None:
                     "role": "assistant",
                     "content": [
                         {"type": "thinking", "thinking": "t", "signature": "s"},
+                        {"type": "redacted_thinking", "data": "encrypted"},
                         {"type": "text", "text": "x"},
                         {"type": "tool_use", "id": "i", "name": "f", "input": {"a": "ü"}},
                     ],

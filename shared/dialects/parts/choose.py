@@ -26,6 +26,7 @@ DIALECTS = {
     "mistral_args": "MistralArgs",
     "mistral": "Mistral",
     "glm": "Glm",
+    "glm47": "Glm47",
     "qwen3_coder": "Qwen3Coder",
     "hermes": "Hermes",
     "llama3": "Llama3",
@@ -120,12 +121,17 @@ def choose_dialect(
 
 
 def detect(tokenizer: Tokenizer | None) -> Dialect:
-    """The first dialect whose form of a call is in a conversation that the chat template has written; else
-    the first whose words are in the template, or without a template in the vocabulary."""
+    """The first dialect whose form of a call is in a conversation that the chat template has written, exactly
+    or else but for white space; else the first whose words are in the template, or without a template in the
+    vocabulary."""
     if tokenizer is not None:
         each = [dialect() for dialect in dialects().values()]
-        for dialect in each:
-            if _probe(dialect, tokenizer):
+        probes = [(dialect, *_probe(dialect, tokenizer)) for dialect in each]
+        for dialect, written, text in probes:
+            if written and written in text:
+                return dialect
+        for dialect, written, text in probes:
+            if written and "".join(written.split()) in "".join(text.split()):
                 return dialect
         for dialect in each:
             if dialect.matches(tokenizer.chat_template, _has_token(tokenizer)):
@@ -172,7 +178,8 @@ def without_reasoning(dialect: Dialect) -> Dialect:
     return plain
 
 
-def _probe(dialect: Dialect, tokenizer: Tokenizer) -> bool:
+def _probe(dialect: Dialect, tokenizer: Tokenizer) -> tuple[str, str]:
+    """A call as the dialect writes it, and a conversation with it by the chat template; "": it cannot."""
     try:
         written = dialect.write([PROBE])
         messages = dialect.history([
@@ -182,8 +189,8 @@ def _probe(dialect: Dialect, tokenizer: Tokenizer) -> bool:
         ])  # fmt: skip
         text = tokenizer.render(messages, tools=[PROBE_TOOL])
     except (ValueError, NotImplementedError):
-        return False
-    return "".join(written.split()) in "".join(text.split())
+        return "", ""
+    return written, text
 
 
 def _as_message(call: Call) -> dict[str, Any]:
