@@ -6,18 +6,23 @@ schema leaves open is JSON, which the dialect reads too.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps, json_object
 from diptych.shared.dialects.parts.tags import Format
 from diptych.shared.dialects.parts.typed_values import as_json, read_text
 from diptych.shared.dialects.parts.xml_arguments import (
+    BESIDE,
+    TEXT_LIMITS,
     Tags,
     const_format,
+    declared,
     followed,
     json_format,
     text_format,
 )
+from diptych.shared.grammar.schema_read import ANNOTATIONS
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
 END, QUOTE = "<tool_call|>", '<|"|>'
@@ -25,21 +30,21 @@ MAX_DEPTH = 64
 _QUOTED = Tags(lambda name, is_text: QUOTE, QUOTE, QUOTE)
 
 
-def gemma_object(schema: Any, root: Any = None) -> Format:
-    """An object, braces included. True: any. Raises `ValueError` as `xml_arguments`."""
+def gemma_object(schema: Any, root: Any = None, refs: frozenset[str] = frozenset("#")) -> Format:
+    """An object, braces included. True: any. refs: that lead here. Raises `ValueError` as `xml_arguments`."""
     if schema is True:
         return json_object(True)
     root = schema if root is None else root
     schema = followed(schema, root)
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not properties:
+    if not schema.get("properties"):
         return json_format(schema, root)
+    properties, required = declared(schema)
     rest: dict[bool, Format] = {
         True: const_format("}"),
         False: const_format("}"),
     }  # is the next one the first?
     for name in sorted(properties, key=str.lower, reverse=True):
-        value = _value(properties[name], root, f"#/properties/{name}")
+        value = _value(properties[name], root, f"#/properties/{name}", refs)
         given = {
             is_first: _sequence(const_format(f"{'' if is_first else ','}{name}:"), value, rest[False])
             for is_first in rest
@@ -48,15 +53,22 @@ def gemma_object(schema: Any, root: Any = None) -> Format:
     return _sequence(const_format("{"), rest[True])
 
 
-def _value(schema: Any, root: Any, path: str) -> Format:
-    schema = followed(schema, root)
+def _value(schema: Any, root: Any, path: str, refs: frozenset[str]) -> Format:
+    """A schema that contains itself is JSON from the second time on."""
+    ref = schema.get("$ref") if isinstance(schema, dict) else None
+    if ref is not None and ref in refs:
+        return json_format(schema, root)
+    schema = followed(schema, root, path)
+    keywords = schema.keys() - ANNOTATIONS
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None and all(isinstance(each, str) for each in values):
+    if values is not None and all(isinstance(each, str) and QUOTE not in each for each in values):
+        if keywords - {"enum", "const", "type"} or len(keywords & {"enum", "const"}) > 1:
+            raise ValueError(f"{path}/enum {BESIDE}")
         return _either(*(const_format(f"{QUOTE}{each}{QUOTE}") for each in values))
-    if schema.get("type") == "string":
+    if schema.get("type") == "string" and not keywords - {"type", *TEXT_LIMITS}:
         return _sequence(const_format(QUOTE), text_format(_QUOTED, schema, path), const_format(QUOTE))
     if schema.get("type") == "object" and schema.get("properties"):
-        return gemma_object(schema, root)
+        return gemma_object(schema, root, refs | {str(ref)})
     return json_format(schema, root)
 
 
@@ -100,13 +112,26 @@ def read_object(stream: Stream, depth: int = 0) -> Steps[None]:
         if (yield from stream.accept(QUOTE)):
             key = yield from stream.head(QUOTE)
             yield from stream.until(":")
+        elif (yield from stream.peek()) == '"':  # JSON
+            parts: list[str] = []
+            if not (yield from stream.json(parts.append)):
+                return
+            key = _key("".join(parts))
+            yield from stream.until(":")
         else:
-            key = (yield from stream.head(":")).strip('"')
+            key = yield from stream.head(":")
         stream.arguments(f"{before}{dumps(key)}: ")
         before = ", "
         found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", "}", END)) or END
     if found != END:
         stream.arguments("}" if before == ", " else "{}")
+
+
+def _key(text: str) -> str:
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return text.strip('"')
 
 
 def _list(stream: Stream, depth: int) -> Steps[None]:

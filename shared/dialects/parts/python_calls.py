@@ -9,6 +9,7 @@ from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps
 from diptych.shared.dialects.parts.typed_values import ObjectWriter
+from diptych.shared.dialects.parts.xml_arguments import json_format
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
 MAX_DEPTH = 32
@@ -139,7 +140,8 @@ def _number(word: str) -> str:
 
 def keywords_format(schema: Any) -> dict[str, Any]:
     """The xgrammar format of keyword arguments in the order of the schema, with values in JSON, which
-    `read_python_call` reads too. True: any. Raises `ValueError` for a schema without properties."""
+    `read_python_call` reads too. True: any. Raises `ValueError` for a schema without properties, and for a
+    name that is no identifier."""
     if schema is True:
         name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
         one = [name, _const("="), {"type": "json_schema", "json_schema": True, "max_whitespace_cnt": 1}]
@@ -148,13 +150,14 @@ def keywords_format(schema: Any) -> dict[str, Any]:
     if not set(schema) <= KEYWORDS | ANNOTATIONS:
         raise ValueError("#: arguments in Python need a schema of properties, without keywords beside them")
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    more = schema.get("additionalProperties", True)
     names = sorted({**properties, **dict.fromkeys(required)}, key=lambda name: name not in required)
     arguments = []
     for name in names:
-        value = properties.get(name, {})
-        whole = {**shared, **value} if isinstance(value, dict) else value
-        form = {"type": "json_schema", "json_schema": whole, "max_whitespace_cnt": 1}
+        if not name.isidentifier():
+            raise ValueError(f"#/properties/{name}: an argument in Python has an identifier for a name")
+        value = properties.get(name, more)
+        form = json_format({"allOf": [value]} if isinstance(value, bool) else value, schema)
         arguments.append((name in required, _sequence([_const(f"{name}="), form])))
     return _list_of(arguments)
 
