@@ -30,7 +30,7 @@ def compiled(name: str, parameters: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("num_schemas", [12, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_schemas", [25, pytest.param(1500, marks=pytest.mark.full)])
 def test_arguments_of_random_tools_are_valid(name: str, num_schemas: int) -> None:
     num_answers = 0
     for seed in range(num_schemas):
