@@ -1,4 +1,4 @@
-"""Arguments of calls under a grammar: what it allows satisfies the tool's schema, or the schema is refused."""
+"""Arguments under a grammar: what it allows satisfies the schema of the tool, or the schema is refused."""
 
 from __future__ import annotations
 
