@@ -63,7 +63,7 @@ def draw(steps: list[Piece], width: int) -> Svg:
     bottom = svg.height + 16
     for i in range(len(steps)):
         svg.text(left + (i + 0.5) * column, bottom, str(i + 1), "s mid")
-    svg.text(0, bottom if is_wide else bottom + 18, "step of the request", "s")
+    svg.text(0, bottom if is_wide else bottom + 18, "step", "s")
     entries = [
         ("fc", "text of the token"),
         ("f0", "may begin a stop string"),
