@@ -24,7 +24,7 @@ def draw(width: int) -> Svg:
         if i == 0:
             copies = set(range(GRID, num_tokens + 1, GRID))
         for n in copies:
-            if n <= num_tokens:
+            if n <= (num_tokens if i == 0 else num_kv):
                 svg.line(n * step, top + 16, n * step, top + 20 + CELL, "line")
     entries = [("fa", "from a copy of the state"), ("fb", "has KV, computed again"), ("f0", "new")]
     svg.legend(len(PROMPTS) * ROW + 4, entries)

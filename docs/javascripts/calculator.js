@@ -8,7 +8,7 @@ function stepBound(model, card, batch, context) {
   const share = model.num_experts ? model.experts_per_token / model.num_experts : 0;
   const hit = model.num_experts * (1 - (1 - share) ** batch);
   const seen = model.layers.reduce((sum, [most, count]) => sum + count * (most < 0 ? context : Math.min(context, most)), 0);
-  const bytes = model.read_bytes + hit * model.expert_bytes + batch * seen * model.kv_read_bytes;
+  const bytes = model.read_bytes + hit * model.expert_bytes + batch * (seen * model.kv_read_bytes + model.state_bytes);
   const flops = batch * (model.request_flops + seen * model.pair_flops);
   return { bytes, flops, seconds: Math.max(bytes / card.bandwidth, flops / card.matrix_rate) };
 }

@@ -15,13 +15,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, parse_config
 from diptych.shared.config.hf_config import read_config
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.tools.bench.size import CARDS, Formula, formula_of
 from diptych.shared.tools.bench.step_cost import Ceilings, step_cost
 from diptych.shared.tools.cli import app
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "measurements" / "data"
@@ -94,6 +95,17 @@ def test_formula_is_the_cost_of_a_step(name: str) -> None:
         assert mine.step(batch, context) == pytest.approx((cost.num_bytes, cost.flops), rel=1e-9)
         ceilings = Ceilings(3e12, 5e14)
         assert mine.bound(batch, context, ceilings) == pytest.approx(cost.bound(ceilings), rel=1e-9)
+
+
+def test_states_are_read_and_take_memory() -> None:
+    config, dtype = parse_config(HYBRID_CONFIGS["qwen3.5"]), torch.bfloat16
+    mine = formula_of(config, EngineConfig(), dtype, dtype)
+    for batch, context in ((1, 1), (3, 500)):
+        cost = step_cost(config, [context] * batch, [1] * batch, dtype)
+        assert mine.step(batch, context) == pytest.approx((cost.num_bytes, cost.flops), rel=1e-9)
+    fewer = formula_of(config, EngineConfig(max_kept_states=1), dtype, dtype)
+    state = 3 * (6 * 12 * 20 * 4 + 3 * (2 * 24 + 120) * 2)
+    assert mine.reserved - fewer.reserved == (EngineConfig().max_running_requests - 1) * state
 
 
 @pytest.mark.full

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.loading.kv_sizing import GIB, kv_bytes_per_token, pool_budget, reserve_for_steps
+from diptych.shared.engine.build.features.beside_model import num_kept_states
+from diptych.shared.loading.kv_sizing import GIB, kv_bytes_per_token, num_rows, pool_budget, reserve_for_steps
 from diptych.shared.loading.quantize import num_weight_bytes
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.tools.bench.step_cost import Ceilings, of_rank, step_cost
@@ -71,6 +72,7 @@ class Formula:
     experts_per_token: int
     request_flops: float  # of a new token, without attention
     kv_read_bytes: float  # of one visible token in one layer
+    state_bytes: float  # of a request in a step: states of linear attention, read and written
     pair_flops: float  # of one visible token in one layer
     layers: tuple[tuple[int, int], ...]  # (tokens that a layer sees at most, or -1 for all; number of layers)
 
@@ -87,7 +89,8 @@ class Formula:
         seen = sum(
             count * (context_len if most < 0 else min(context_len, most)) for most, count in self.layers
         )
-        num_bytes = self.read_bytes + hit * self.expert_bytes + batch_size * seen * self.kv_read_bytes
+        num_bytes = self.read_bytes + hit * self.expert_bytes
+        num_bytes += batch_size * (seen * self.kv_read_bytes + self.state_bytes)
         return num_bytes, batch_size * (self.request_flops + seen * self.pair_flops)
 
     def bound(self, batch_size: int, context_len: int, ceilings: Ceilings) -> float:
@@ -107,10 +110,14 @@ def formula_of(
     def at(num_experts_hit: float) -> Any:
         return step_cost(local, [1], [1], dtype, num_experts_hit=num_experts_hit, kv_dtype=kv_dtype)
 
-    num_layers, cost = local.num_hidden_layers, at(0)
-    moe = local.moe
+    num_layers, cost = local.num_kv_layers, at(0)
+    moe, linear = local.moe, local.linear_attention
     pair = next(phase.flops for phase in cost.phases if phase.name == "attention")
-    windows = [local.sliding_window(layer_id) for layer_id in range(num_layers)]
+    states = sum(phase.num_bytes for phase in cost.phases if phase.name == "linear attention")
+    if linear is not None:  # a state for each row, and those of the prefix cache
+        reserved += (num_rows(config) + 1 + num_kept_states(config)) * int(states) // 2
+    with_kv = [layer_id for layer_id in range(local.num_hidden_layers) if layer_id not in local.linear_layers]
+    windows = [local.sliding_window(layer_id) for layer_id in with_kv]
     most = [window if window < 0 else window + 1 for window in windows]
     return Formula(
         weights=num_weight_bytes(shapes, local.quantization, dtype),
@@ -122,7 +129,8 @@ def formula_of(
         num_experts=0 if moe is None else moe.num_experts,
         experts_per_token=0 if moe is None else moe.num_experts_per_tok,
         request_flops=cost.flops - pair,
-        kv_read_bytes=cost.kv_bytes / num_layers,
+        kv_read_bytes=(cost.kv_bytes - states) / num_layers,
+        state_bytes=states,
         pair_flops=pair / num_layers,
         layers=tuple((number, most.count(number)) for number in sorted(set(most))),
     )
