@@ -15,6 +15,7 @@ import uvicorn
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.dialects.parts.choose import dialect_of
+from diptych.shared.engine.python_runtime import gc_freeze
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.state import ServerSettings, ServerState
 from diptych.shared.server.app import create_app
@@ -74,8 +75,9 @@ async def run_server(
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            announce(state, listener.getsockname()[1])
-            return await _until_end(state, server, serving, stop)
+            with gc_freeze():  # a full collection is longer than any request may keep the others waiting
+                announce(state, listener.getsockname()[1])
+                return await _until_end(state, server, serving, stop)
         except EngineDead as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_ENGINE_DIED

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from diptych.shared.engine.python_runtime import gc_freeze
 from diptych.shared.server.http.connections import listen, server_config
 from diptych.shared.server.http.limits import MAX_BODY_BYTES
 from diptych.shared.server.router.router import Router, prompt_text
@@ -130,7 +132,15 @@ def application() -> tuple[Callable[[random.Random], None], Callable[[], None]]:
                 return
         raise AssertionError(f"{path} blocks for {lag.longest:.3f} s: {body[:200]!r}")
 
-    return in_loop(case)
+    run, close_loop = in_loop(case)
+    aside = contextlib.ExitStack()
+    aside.enter_context(gc_freeze())  # as a server does at its start
+
+    def close() -> None:
+        close_loop()
+        aside.close()
+
+    return run, close
 
 
 def router() -> tuple[Callable[[random.Random], None], Callable[[], None]]:

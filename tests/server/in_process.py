@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -108,20 +109,25 @@ async def client_of(app: Any, host: str = "127.0.0.1", **more: Any) -> AsyncIter
 
 
 class Lag:
-    """The longest time for which the event loop ran nothing else, in seconds of the process's CPU time: other
-    processes of a busy computer do not count."""
+    """The longest time for which the event loop ran nothing else, in seconds. It ran itself, or another thread
+    kept it from running, as one call that holds the interpreter's lock does.
+
+    Only CPU time counts, and what the loop waits for a core does not: other processes of a busy computer make
+    no difference. (`time.thread_time` of the loop alone would miss the calls of other threads.)"""
 
     def __init__(self) -> None:
         self.longest = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def _tick(self) -> None:
-        last = time.process_time()
+        last = _times()
         while True:
             await asyncio.sleep(0)
-            now = time.process_time()
-            self.longest = max(self.longest, now - last)
-            last = now
+            now = _times()
+            wall, own, everyone, queued = (a - b for a, b in zip(now, last, strict=True))
+            stopped = max(wall - own - queued, 0.0)
+            self.longest = max(self.longest, own + min(everyone - own, stopped))
+            last = _times()
 
     async def __aenter__(self) -> Lag:
         self._task = asyncio.ensure_future(self._tick())
@@ -133,3 +139,12 @@ class Lag:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
+
+
+def _times() -> tuple[float, float, float, float]:
+    """Seconds of the clock, of this thread, of all threads, and for which this thread has waited for a core,
+    where the system counts it."""
+    queued = 0.0
+    with suppress(OSError):
+        queued = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    return time.perf_counter(), time.thread_time(), time.process_time(), queued

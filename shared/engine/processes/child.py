@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -154,8 +155,10 @@ class Inbox:
         self.is_ready = False
 
     def start(self, value: Any = None) -> None:
-        """Tell the parent that this process is ready, and read calls from now on."""
+        """Tell the parent that this process is ready, and read calls from now on. What the start has made
+        lives to the end of the process: no collection visits it again."""
         self.is_ready = True
+        gc.freeze()
         self.send(Ready(value))
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 

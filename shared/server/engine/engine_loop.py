@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from diptych.shared.config.parallel import check_can_pause
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.split_engine import split_scheduler
+from diptych.shared.engine.python_runtime import gc_freeze
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
@@ -89,12 +91,13 @@ class EngineLoop:
                 self.assembly.compilations.ready()
             self.scheduler = split_scheduler(self.assembly)
             self.channel.send(self._ready())
-            while not self._is_stopping:
-                self._read_messages()
-                self._admit_compiled()
-                self._step()
-                self._look_at_steps()
-                self._beat()
+            with self._old_objects_aside():
+                while not self._is_stopping:
+                    self._read_messages()
+                    self._admit_compiled()
+                    self._step()
+                    self._look_at_steps()
+                    self._beat()
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self.channel.send(Dead(reason=f"{type(error).__name__}: {error}"))
@@ -104,6 +107,11 @@ class EngineLoop:
             self.scheduler.close()
 
     # --8<-- [end:engine-loop]
+
+    def _old_objects_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Of an engine in a thread, the API sets them aside, with its own."""
+        is_thread = threading.current_thread() is not threading.main_thread()
+        return contextlib.nullcontext() if is_thread else gc_freeze()
 
     def _look_at_steps(self) -> None:
         self.load_log.look(self.scheduler)

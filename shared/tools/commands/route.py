@@ -73,6 +73,7 @@ def route(
     import uvicorn
 
     from diptych.shared.engine.processes.cluster_secret import cluster_secret
+    from diptych.shared.engine.python_runtime import gc_freeze
 
     if bool(prefill) != bool(decode) or (decode and urls):
         raise ValueError("split servers need --prefill URL and --decode URL, and no other URLs")
@@ -94,4 +95,5 @@ def route(
     to = f"{len(prefill)} prefill and {len(servers)} decode servers" if prefill else f"{len(servers)} servers"
     print(f"routing to {to} at {url_of(host, listener.getsockname()[1])}", flush=True)
     log_sparsely()
-    uvicorn.Server(server_config(router.app)).run(sockets=[listener])
+    with gc_freeze():
+        uvicorn.Server(server_config(router.app)).run(sockets=[listener])
