@@ -7,7 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 FEW = 2000
@@ -33,6 +33,11 @@ def gc_freeze() -> Iterator[None]:
     finally:
         if is_ours:
             gc.unfreeze()
+
+
+def gc_freeze_of_process() -> AbstractContextManager[None]:
+    """`gc_freeze` in the main thread. In another one nothing: what it serves is not all of the process."""
+    return gc_freeze() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 @contextmanager

@@ -109,8 +109,8 @@ async def client_of(app: Any, host: str = "127.0.0.1", **more: Any) -> AsyncIter
 
 
 class Lag:
-    """The longest time for which the event loop ran nothing else, in seconds. It ran itself, or another thread
-    kept it from running, as one call that holds the interpreter's lock does.
+    """The longest time for which the event loop ran nothing else, in seconds. It ran itself, or another
+    thread kept it from running, as one call that holds the interpreter's lock does.
 
     Only CPU time counts, and what the loop waits for a core does not: other processes of a busy computer make
     no difference. (`time.thread_time` of the loop alone would miss the calls of other threads.)"""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.processes.child import Inbox
+from diptych.shared.engine.python_runtime import gc_freeze_of_process
 from diptych.shared.parallel import channel
 from diptych.shared.server import serve
 from diptych.shared.server.api.state import ServerSettings
-from diptych.shared.server.engine import engine_loop
 from diptych.shared.server.engine.messages import Ready
 from diptych.shared.tools.commands import route
 from tests.server.in_process import FakeClient
@@ -51,7 +52,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         found.append("back")
 
-    for place in ("server.serve", "server.engine.engine_loop", "engine.python_runtime"):
+    for place in ("server.serve", "engine.python_runtime"):
         monkeypatch.setattr(f"diptych.shared.{place}.gc_freeze", recorded)
     return found
 
@@ -77,14 +78,19 @@ def test_a_router_serves_with_old_objects_aside(monkeypatch: pytest.MonkeyPatch,
     assert blocks == ["aside", "serves", "back"]
 
 
-def test_an_engine_of_its_own_process_runs_with_old_objects_aside(blocks: list[str]) -> None:
-    class Loop(engine_loop.EngineLoop):
-        def __init__(self) -> None:
-            pass
+def test_an_engine_runs_with_old_objects_aside(blocks: list[str]) -> None:
+    """The API's own, where the engine is a thread of it."""
 
-    with Loop()._old_objects_aside():
-        pass
-    assert blocks == ["aside", "back"]
+    def run() -> None:
+        with gc_freeze_of_process():
+            blocks.append("runs")
+
+    run()
+    assert blocks == ["aside", "runs", "back"]
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert blocks[3:] == ["runs"]
 
 
 def test_a_child_sets_old_objects_aside_before_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

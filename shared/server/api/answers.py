@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.long_answers import json_answer
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import EventStream, until_disconnect
@@ -46,7 +47,7 @@ async def respond(
         first = await until_disconnect(request, anext(chunks))
         return EventStream(write(_chain(first, chunks)), chunks)
     whole = await until_disconnect(request, _collect(chunks))
-    return JSONResponse(fold(whole, generation.usage))
+    return await json_answer(generation.num_answer_values, lambda: fold(whole, generation.usage))
 
 
 async def _collect(chunks: AsyncIterator[_T]) -> list[_T]:

@@ -16,6 +16,7 @@ from diptych.shared.server.api.constraints import constrained
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import TokenTexts, chat_entries
+from diptych.shared.server.api.long_answers import in_turn
 from diptych.shared.server.api.protocol import ChatRequest
 from diptych.shared.server.api.sampling_fields import StreamOptions
 from diptych.shared.server.api.state import HEAD, ServerState
@@ -95,7 +96,9 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
             for choice in choices:
                 first = chunk(choice.index, {"role": "assistant", "content": ""})
                 if choice.index == 0:
-                    first |= prompt_fields(body, generation.prompts[0], texts, deltas[0][1])
+                    given = deltas[0][1].input_logprobs
+                    size = generation.num_values(0, len(given))
+                    first |= await in_turn(size, prompt_fields, body, generation.prompts[0], texts, given)
                 yield first
                 if body.echo:
                     yield chunk(choice.index, {"content": last_answer(body)})
@@ -131,7 +134,7 @@ def fold_chat(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
             )
             messages.setdefault(index, FoldedMessage()).add(entry["delta"])
             if "token_ids" in entry:
-                choice["token_ids"] = choice.get("token_ids", []) + entry["token_ids"]
+                choice.setdefault("token_ids", []).extend(entry["token_ids"])
             if entry["logprobs"] is not None:
                 choice["logprobs"] = choice["logprobs"] or {"content": []}
                 choice["logprobs"]["content"] += entry["logprobs"]["content"]

@@ -7,8 +7,8 @@ from typing import Any
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.logprob_fields import TokenTexts, prompt_entries
 from diptych.shared.server.api.protocol import ChatRequest
-from diptych.shared.server.engine.engine_client import Delta
 from diptych.shared.server.http.errors import bad_request
+from diptych.shared.types import TokenLogprob
 
 PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 """Of the first chunk, and of a whole answer."""
@@ -32,13 +32,15 @@ def template_args_of(body: ChatRequest, prompts: Prompts) -> dict[str, Any]:
     return {**args, "add_generation_prompt": False, "continue_final_message": True}
 
 
-def prompt_fields(body: ChatRequest, prompt: list[int], texts: TokenTexts, first: Delta) -> dict[str, Any]:
-    """The token ids of the prompt and their log-probabilities, if asked for. first: of a choice."""
+def prompt_fields(
+    body: ChatRequest, prompt: list[int], texts: TokenTexts, logprobs: list[TokenLogprob]
+) -> dict[str, Any]:
+    """The token ids of the prompt and their log-probabilities, if asked for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids or body.return_prompt_token_ids:
         fields["prompt_token_ids"] = prompt
     if body.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_entries(texts, first.input_logprobs, body.prompt_logprobs)
+        fields["prompt_logprobs"] = prompt_entries(texts, logprobs, body.prompt_logprobs)
     return fields
 
 

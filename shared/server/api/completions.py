@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from diptych.shared.server.api.chat import usage_body, usage_of_chunk
+from diptych.shared.server.api.encode_prompts import for_each
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import CompletionLogprobs, TokenTexts, prompt_entries
+from diptych.shared.server.api.long_answers import in_turn
 from diptych.shared.server.api.protocol import CompletionRequest
 from diptych.shared.server.api.state import HEAD, ServerState
 from diptych.shared.server.api.token_fields import FIELDS_OF_PARAMS
@@ -31,8 +33,7 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
         max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
     )
     with renamed(FIELDS_OF_PARAMS):
-        for prompt in prompts:
-            state.prompts.check(prompt, "prompt", params)
+        await for_each(state.prompts.check, prompts, "prompt", params)
     params = await state.prompts.with_words(params)
     return state.generation(prompts, params, body)
 
@@ -68,14 +69,16 @@ async def completion_chunks(
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
     tokenizer = state.prompts.tokenizer
     special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
+    echoes = [await _echo(body, state, prompt) for prompt in generation.prompts]
+    n = generation.params.n
     choices = [
-        CompletionChoice(body, _echo(body, state, generation, sample.index), texts, special_ids)
-        for sample in generation.samples
+        CompletionChoice(body, echoes[sample.index // n], texts, special_ids) for sample in generation.samples
     ]
     has_begun = [False] * len(choices)
     async for deltas in generation.run():
         for index, delta in deltas:
-            text, logprobs = choices[index].piece(delta)
+            size = generation.num_values(index, len(delta.input_logprobs))
+            text, logprobs = await in_turn(size, choices[index].piece, delta)
             finish = delta.finish
             is_first = not has_begun[index]
             has_prompt_logprobs = is_first and body.prompt_logprobs is not None
@@ -93,7 +96,8 @@ async def completion_chunks(
                 if is_first:
                     entry["prompt_token_ids"] = generation.prompt_of(index)
             if is_first and body.prompt_logprobs is not None:
-                entry["prompt_logprobs"] = prompt_entries(texts, delta.input_logprobs, body.prompt_logprobs)
+                given = delta.input_logprobs, body.prompt_logprobs
+                entry["prompt_logprobs"] = await in_turn(size, prompt_entries, texts, *given)
             has_begun[index] = True
             if finish is not None:
                 entry["matched_stop"] = finish.matched or finish.token_id
@@ -102,32 +106,34 @@ async def completion_chunks(
         yield {**head, "choices": [], "usage": usage_body(generation.usage)}
 
 
-def _echo(body: CompletionRequest, state: ServerState, generation: Generation, index: int) -> str:
+async def _echo(body: CompletionRequest, state: ServerState, prompt: list[int]) -> str:
     if not body.echo or state.prompts.tokenizer is None:
         return ""
-    prompt = generation.prompt_of(index)
-    return state.prompts.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+    return await state.prompts.to_text(prompt, body.skip_special_tokens)
 
 
 def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
     """The response of a request that does not stream."""
     choices: dict[int, dict[str, Any]] = {}
+    texts: dict[int, list[str]] = {}  # joined once, at the end
     for chunk in chunks:
         for entry in chunk["choices"]:
-            choice = choices.get(entry["index"])
+            index = entry["index"]
+            texts.setdefault(index, []).append(entry["text"])
+            choice = choices.get(index)
             if choice is None:
-                choices[entry["index"]] = dict(entry)
-                continue
-            choice["text"] += entry["text"]
-            if "token_ids" in entry:
-                choice["token_ids"] = choice["token_ids"] + entry["token_ids"]
+                choice = choices[index] = {**entry, "logprobs": None}
+                if "token_ids" in entry:
+                    choice["token_ids"] = [*entry["token_ids"]]
+            elif "token_ids" in entry:
+                choice["token_ids"] += entry["token_ids"]
             if entry["logprobs"] is not None:
-                if choice["logprobs"] is None:
-                    choice["logprobs"] = entry["logprobs"]
-                else:
-                    for name, values in entry["logprobs"].items():
-                        choice["logprobs"][name] = choice["logprobs"][name] + values
+                choice["logprobs"] = choice["logprobs"] or {name: [] for name in entry["logprobs"]}
+                for name, values in entry["logprobs"].items():
+                    choice["logprobs"][name] += values
             if entry["finish_reason"] is not None:
                 choice |= {name: entry[name] for name in ("finish_reason", "matched_stop")}
+    for index, parts in texts.items():
+        choices[index]["text"] = "".join(parts)
     head = {name: chunks[0][name] for name in HEAD}
     return {**head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_body(usage)}

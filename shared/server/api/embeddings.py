@@ -7,12 +7,15 @@ import struct
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from pydantic import Field
 
 from diptych.shared.engine.requests.embedding import NO_TOKENS, finish_embedding
 from diptych.shared.server.api.answers import check_model
+from diptych.shared.server.api.encode_prompts import for_each
 from diptych.shared.server.api.field_types import Key, Priority
 from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.long_answers import json_answer, num_values
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.api.token_fields import TruncationFields
 from diptych.shared.server.http.access import caller_of
@@ -46,26 +49,30 @@ class EmbeddingRequest(PoolingRequest):
 
 def add_embedding_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         vectors, num_tokens = await until_disconnect(request, _vectors(body, request, state, num_labels=0))
         size = len(vectors[0])
         if body.dimensions is not None and body.dimensions > size:
             raise bad_request(f"dimensions must be at most {size}, got {body.dimensions}", "dimensions")
-        data = [
-            {
-                "object": "embedding",
-                "index": i,
-                "embedding": _encoded(finish_embedding(v, body.dimensions), body),
-            }
-            for i, v in enumerate(vectors)
-        ]
-        return _answer(data, num_tokens, body, state)
+
+        def make() -> dict[str, Any]:
+            data = [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": _encoded(finish_embedding(v, body.dimensions), body),
+                }
+                for i, v in enumerate(vectors)
+            ]
+            return _answer(data, num_tokens, body, state)
+
+        return await json_answer(num_values(vectors), make)
 
     @app.post("/classify")
-    async def classify(body: PoolingRequest, request: Request) -> dict[str, Any]:
+    async def classify(body: PoolingRequest, request: Request) -> Response:
         vectors, num_tokens = await until_disconnect(request, _vectors(body, request, state, num_labels=1))
         data = [{"object": "scores", "index": i, "scores": v} for i, v in enumerate(vectors)]
-        return _answer(data, num_tokens, body, state)
+        return await json_answer(num_values(vectors), lambda: _answer(data, num_tokens, body, state))
 
 
 async def _vectors(
@@ -86,8 +93,7 @@ async def pooled(
     """What the model gives for each prompt, and the number of prompt tokens. field: of the body, from which
     the prompts come."""
     prompts = [body.truncated(prompt, state.ready.context_len - 1) for prompt in prompts]
-    for prompt in prompts:
-        state.prompts.check(prompt, field, NO_TOKENS)
+    await for_each(state.prompts.check, prompts, field, NO_TOKENS)
     state.check_admission(len(prompts))
     generation = Generation(
         state.client,

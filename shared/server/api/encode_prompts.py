@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -204,6 +204,14 @@ class Prompts:
             params.check_against_vocab(ready.vocab_size)
         except ValueError as error:
             raise bad_request(str(error), first_word(error)) from None
+
+
+async def for_each(check: Callable[..., None], prompts: Sequence[list[int]], *args: Any) -> None:
+    """`check(prompt, *args)` of each prompt. Other requests get their turn between two of them."""
+    for index, prompt in enumerate(prompts):
+        if index:
+            await asyncio.sleep(0)
+        check(prompt, *args)
 
 
 def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: bool) -> str:

@@ -24,6 +24,13 @@ from diptych.shared.types import FinishAbort, SamplingParams
 
 MAX_BACKLOG_TOKENS = 16384
 """Tokens of one sample that wait for a client that does not read; beyond, the request is dropped."""
+MAX_TAKEN = 4096
+"""Values that are written for a client before other requests get their turn: a few milliseconds. A delta and
+its token are as much work as VALUES_OF_A_DELTA, and a token id of a prompt far less."""
+VALUES_OF_A_DELTA = 16
+IDS_OF_A_VALUE = 32
+MAX_INPUT_LOGPROBS = 2**20
+"""Of all samples of a request. They are held in memory until the answer is written."""
 
 
 @dataclass
@@ -112,6 +119,9 @@ class Generation:
             for i, prompt in enumerate(self.prompts)
             for k in range(n)
         ]
+        self._values = [values_of_token(each) for each in self.each_params]
+        self._check_input_logprobs()
+        self._turn = 0  # the sample that is the first to be looked at
         self.start_time = time.monotonic()
         self.num_reasoning_tokens = 0  # counted where the text is split
         self._arrived = asyncio.Event()
@@ -125,6 +135,30 @@ class Generation:
 
     def name_of(self, index: int) -> str | None:
         return self._names[index // self.params.n]
+
+    def num_values(self, index: int, num_tokens: int) -> int:
+        """Values of the log-probabilities of so many tokens of a choice, or else their number."""
+        return num_tokens * self._values[index // self.params.n]
+
+    @property
+    def num_answer_values(self) -> int:
+        """At least as many as a whole answer has."""
+        return sum(
+            self.num_values(sample.index, sample.num_prompt_tokens + sample.num_tokens)
+            for sample in self.samples
+        )
+
+    def _check_input_logprobs(self) -> None:
+        total = sum(
+            params.n * max(len(prompt) - params.logprob_start_len, 0) * values
+            for prompt, params, values in zip(self.prompts, self.each_params, self._values, strict=True)
+            if params.return_logprob and params.logprob_start_len >= 0
+        )
+        if total > MAX_INPUT_LOGPROBS:
+            raise bad_request(
+                f"a request takes at most {MAX_INPUT_LOGPROBS} log-probabilities of prompts: tokens, times "
+                f"those of each, times n; these are {total}"
+            )
 
     def belong_to(self, caller: Caller) -> None:
         """Say whose the generation is, before it runs. Clients with different keys share no cached prefix:
@@ -162,6 +196,8 @@ class Generation:
                     if not (self._keeps_aborted and _is_abort(delta.finish)):
                         _raise_failure(delta.finish)
                 yield deltas
+                if self._arrived.is_set():
+                    await asyncio.sleep(0)  # there may be more to take: others first
         finally:
             self.client.abort(sample.rid for sample in self.samples if sample.finish is None)
             self._report_end()
@@ -241,14 +277,31 @@ class Generation:
         return deliver
 
     def _take(self) -> list[tuple[int, Delta]]:
-        taken = []
-        for sample in self.samples:
+        """What has come, as far as it has MAX_TAKEN values. The rest is taken next."""
+        taken, room = [], MAX_TAKEN
+        for sample in self.samples[self._turn :] + self.samples[: self._turn]:
+            if sample.pending is None or sample.pending.is_incomplete:
+                continue
+            if room <= 0:
+                self._turn = sample.index
+                self._arrived.set()
+                break
+            values = self._values[sample.index // self.params.n]
+            delta, sample.pending = sample.pending.split(max(room // values, 1))
             if sample.pending is not None:
-                taken.append((sample.index, sample.pending))
-                sample.num_tokens += len(sample.pending.token_ids)
-                sample.num_accepted_tokens = sample.pending.num_accepted_tokens
-                sample.pending = None
+                self._arrived.set()
+            taken.append((sample.index, delta))
+            room -= max(len(delta.token_ids) * values, VALUES_OF_A_DELTA)
+            if not sample.num_tokens:
+                room -= sample.num_prompt_tokens // IDS_OF_A_VALUE  # they may be in the answer
+            sample.num_tokens += len(delta.token_ids)
+            sample.num_accepted_tokens = delta.num_accepted_tokens
         return taken
+
+
+def values_of_token(params: SamplingParams) -> int:
+    """Values of the log-probabilities of a token, or 1."""
+    return 1 + params.top_logprobs_num + len(params.token_ids_logprob)
 
 
 def _for_each(value: Any, prompts: Sequence[Any]) -> list[Any]:

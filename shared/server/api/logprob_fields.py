@@ -21,8 +21,18 @@ class TokenTexts:
         self._token_bytes = token_bytes
         self._as_ids = as_ids or token_bytes is None
 
+        self._found: dict[int, tuple[str, tuple[int, ...]]] = {}
+
     def bytes_of(self, token_id: int) -> bytes:
         return self._token_bytes.of(token_id) if self._token_bytes is not None else b""
+
+    def both_of(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """Text and bytes of a token, the same objects each time: a long answer repeats most tokens, and the
+        garbage collector visits what has lists or new tuples."""
+        found = self._found.get(token_id)
+        if found is None:
+            found = self._found[token_id] = self.text_of(token_id), tuple(self.bytes_of(token_id))
+        return found
 
     def text_of(self, token_id: int) -> str:
         if self._as_ids:
@@ -38,10 +48,11 @@ def chat_entries(texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int) 
     """`logprobs.content` of chat: one entry for each token."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        text, numbers = texts.both_of(token_id)
         return {
-            "token": texts.text_of(token_id),
+            "token": text,
             "logprob": finite(logprob) if logprob is not None else LOWEST,
-            "bytes": list(texts.bytes_of(token_id)),
+            "bytes": numbers,
         }
 
     return [

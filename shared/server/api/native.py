@@ -9,9 +9,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import respond
 from diptych.shared.server.api.generation import Generation, Usage
 from diptych.shared.server.api.logprob_fields import TokenTexts, finite
+from diptych.shared.server.api.long_answers import in_turn
 from diptych.shared.server.api.native_prompts import start_native
 from diptych.shared.server.api.native_protocol import NativeRequest
 from diptych.shared.server.api.state import ServerState
@@ -30,7 +32,8 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
             outputs = sorted(answers, key=lambda answer: answer["index"])
             return outputs if is_list else outputs[0]
 
-        return await respond(request, body.stream, _answers(body, generation, state), generation, fold)
+        answers = _answers(body, generation, state)
+        return await respond(request, body.stream, answers, generation, fold, sse.long_events)
 
 
 def _is_batch(body: NativeRequest) -> bool:
@@ -56,11 +59,12 @@ class _Logprobs:
             self.tokens.append(self._entry(each.token_id, each.logprob))
             for alternatives, entries in ((each.top, self.tops), (each.asked, self.asked)):
                 is_first = each.logprob is None  # nothing precedes the first prompt token
-                entries.append(None if is_first else [self._entry(*pair) for pair in alternatives])
+                entries.append(None if is_first else tuple(self._entry(*pair) for pair in alternatives))
 
-    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
+    def _entry(self, token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
+        """A tuple: the garbage collector does not visit it again and again, as it does a list."""
         text = self.texts.text_of(token_id) if self.texts is not None else None
-        return [None if logprob is None else finite(logprob), token_id, text]
+        return None if logprob is None else finite(logprob), token_id, text
 
     def fields(self, has_top: bool, has_asked: bool) -> dict[str, Any]:
         found = {f"{self.name}_token_logprobs": self.tokens}
@@ -87,7 +91,7 @@ async def _answers(
             texts[index] += delta.text
             ids[index] += delta.token_ids
             for found, kind in zip((delta.logprobs, delta.input_logprobs), logprobs[index]):
-                kind.add(found)
+                await in_turn(generation.num_values(index, len(found)), kind.add, found)
             if delta.finish is None and not body.stream:
                 continue
             meta: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any
 
@@ -31,6 +32,7 @@ async def start_native(body: NativeRequest, state: ServerState) -> Generation:
     options = _Options(body, len(given))
     prompts, params, seeds, embeds = list[list[int]](), list[SamplingParams](), list[int](), list[bytes]()
     for index, prompt in enumerate(given):
+        await asyncio.sleep(0)  # all prompts together may take long
         if field == "input_embeds":
             embeds.append(_as_bytes(prompt))
             ids = [PLACEHOLDER] * len(prompt)

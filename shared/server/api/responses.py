@@ -346,7 +346,9 @@ async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
             number, response = event["sequence_number"] + 1, event.get("response", response)
             if event["type"] == "response.output_item.done":
                 output.append(event["item"])
-            yield sse.event(event, event["type"])
+            is_delta = event["type"].endswith(".delta")  # every other event repeats what came before
+            data = sse.event(event, event["type"]) if is_delta else await sse.long_event(event, event["type"])
+            yield data
     except ApiError as error:
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
         said = {"code": code, "message": error.message}

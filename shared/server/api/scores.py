@@ -11,13 +11,16 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from pydantic import Field
 
 from diptych.shared.server.api.answers import check_model
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.embeddings import PoolingFields, pooled
+from diptych.shared.server.api.encode_prompts import for_each
 from diptych.shared.server.api.field_types import TokenIds
 from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.long_answers import in_turn, json_answer, num_values
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.access import caller_of
 from diptych.shared.server.http.connections import until_disconnect
@@ -66,16 +69,17 @@ class RerankRequest(PoolingFields):
 def add_score_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/score")
     @app.post("/score")
-    async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+    async def score(body: ScoreRequest, request: Request) -> Response:
         check_model(body.model, state)
         _check_kind(state)
         work = _label_scores if body.query is not None else _similarity_scores
-        return await until_disconnect(request, work(body, request, state))
+        answer = await until_disconnect(request, work(body, request, state))
+        return await json_answer(num_values(answer), lambda: answer)
 
     @app.post("/v1/rerank")
     @app.post("/rerank")
     @app.post("/v2/rerank")
-    async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+    async def rerank(body: RerankRequest, request: Request) -> Response:
         check_model(body.model, state)
         _check_kind(state)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -93,7 +97,8 @@ def add_score_routes(app: FastAPI, state: ServerState) -> None:
             }
             for i in order
         ]
-        return {"id": f"rerank-{uuid.uuid4().hex}", **_counts(body, state, num_tokens), "results": results}
+        head = {"id": f"rerank-{uuid.uuid4().hex}", **_counts(body, state, num_tokens)}
+        return await json_answer(num_values(results), lambda: {**head, "results": results})
 
 
 def _check_kind(state: ServerState) -> None:
@@ -155,8 +160,7 @@ async def _label_scores(body: ScoreRequest, request: Request, state: ServerState
             )
         except ValueError as error:
             raise bad_request(str(error), "label_token_ids") from None
-        for prompt in prompts:
-            state.prompts.check(prompt, "items", params)
+        await for_each(state.prompts.check, prompts, "items", params)
     state.check_admission(len(prompts))
     generation = Generation(
         state.client,
@@ -175,12 +179,18 @@ async def _label_scores(body: ScoreRequest, request: Request, state: ServerState
         for index, delta in deltas:
             for each in delta.logprobs[:1]:
                 found[index] = [logprob for _, logprob in each.asked]
-    # As shares of each other they are scaled by the likeliest, since all may be too small for a float.
-    tops = [max(found[i]) if body.apply_softmax else 0.0 for i in range(len(prompts))]
-    scores = [[math.exp(logprob - top) for logprob in found[i]] for i, top in enumerate(tops)]
-    if body.apply_softmax:
-        scores = [[weight / sum(weights) for weight in weights] for weights in scores]
+    logprobs = [found[i] for i in range(len(prompts))]
+    scores = await in_turn(len(prompts) * len(labels), _label_weights, logprobs, body.apply_softmax)
     return {"object": "scoring", "scores": scores, **_counts(body, state, generation.usage.prompt_tokens)}
+
+
+def _label_weights(logprobs: list[list[float]], are_shares: bool) -> list[list[float]]:
+    """Probabilities of labels. As shares of each other they are scaled by the likeliest, since all may be too
+    small for a float."""
+    tops = [max(each) if are_shares else 0.0 for each in logprobs]
+    weights = [[math.exp(value - top) for value in each] for each, top in zip(logprobs, tops, strict=True)]
+    sums = [sum(each) if are_shares else 1.0 for each in weights]
+    return [[weight / total for weight in each] for each, total in zip(weights, sums, strict=True)]
 
 
 async def _joined(body: ScoreRequest, state: ServerState) -> list[list[int]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.responses import Response
 
 from diptych.shared.server.api.chat_prompt import template_args_of
 from diptych.shared.server.api.logprob_fields import TokenTexts
+from diptych.shared.server.api.long_answers import json_answer, num_values
 from diptych.shared.server.api.native_protocol import (
     ApplyTemplateRequest,
     ConversationFields,
@@ -22,7 +24,7 @@ from diptych.shared.server.http.errors import ApiError, bad_request
 def add_token_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         found: list[Any]
@@ -31,28 +33,33 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
             found = each if isinstance(body.prompt, list) else each[0]
         else:
             found = await _of_messages(body, state)
-        answer = {"tokens": found, "count": _count(found), "max_model_len": state.ready.context_len}
-        if body.return_token_strs:
-            texts = TokenTexts(state.prompts.token_bytes, as_ids=False)
-            answer["token_strs"] = _map(texts.text_of, found)
-        return answer
+
+        def make() -> dict[str, Any]:
+            answer = {"tokens": found, "count": _count(found), "max_model_len": state.ready.context_len}
+            if body.return_token_strs:
+                texts = TokenTexts(state.prompts.token_bytes, as_ids=False)
+                answer["token_strs"] = _map(texts.text_of, found)
+            return answer
+
+        return await json_answer(num_values(found), make)
 
     @app.post("/apply-template")
-    async def apply_template(body: ApplyTemplateRequest) -> dict[str, Any]:
+    async def apply_template(body: ApplyTemplateRequest) -> Response:
         """The prompt as text, with special tokens spelt out."""
         if body.messages is None:
             raise bad_request("messages are missing", "messages")
         ids = await _of_messages(body, state)
-        return {"prompt": await state.prompts.to_text(ids, skip_special_tokens=False)}
+        text = await state.prompts.to_text(ids, skip_special_tokens=False)
+        return await json_answer(num_values(text), lambda: {"prompt": text})
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         is_several = bool(body.tokens) and isinstance(body.tokens[0], list)
         several: list[Any] = body.tokens if is_several else [body.tokens]
         texts = [await state.prompts.to_text(ids, body.skip_special_tokens) for ids in several]
         text = texts if is_several else texts[0]
-        return {"prompt": text, "text": text}
+        return await json_answer(num_values(texts), lambda: {"prompt": text, "text": text})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -68,6 +68,25 @@ class Delta:
     queue_time: float | None = None  # in the first delta of a sample
     embedding: list[float] | None = None
     weight_version: int = 0
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Only a part of the prompt's log-probabilities, which come before the first token."""
+        return bool(self.input_logprobs) and not self.token_ids and self.finish is None
+
+    def split(self, num_tokens: int) -> tuple[Delta, Delta | None]:
+        """So many tokens, with the whole text, and the rest."""
+        if len(self.token_ids) <= num_tokens:
+            return self, None
+        ids, logprobs = self.token_ids, self.logprobs
+        first = replace(
+            self, token_ids=ids[:num_tokens], logprobs=logprobs[:num_tokens], finish=None, embedding=None
+        )
+        rest = replace(
+            self, text="", token_ids=ids[num_tokens:], logprobs=logprobs[num_tokens:], input_logprobs=[],
+            queue_time=None,
+        )  # fmt: skip
+        return first, rest
 
     def merge(self, later: Delta) -> None:
         """Append what came later."""

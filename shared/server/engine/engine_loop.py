@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 from diptych.shared.config.parallel import check_can_pause
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.split_engine import split_scheduler
-from diptych.shared.engine.python_runtime import gc_freeze
+from diptych.shared.engine.python_runtime import gc_freeze_of_process
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
@@ -27,13 +26,13 @@ from diptych.shared.server.engine.messages import (
     Generate,
     Heartbeat,
     Load,
-    Outputs,
     Ready,
     Reply,
     RequestOutput,
     ToEngine,
     Unreadable,
     finish_of,
+    in_messages,
     refusal,
 )
 from diptych.shared.server.engine.profiler import Profiler
@@ -91,7 +90,7 @@ class EngineLoop:
                 self.assembly.compilations.ready()
             self.scheduler = split_scheduler(self.assembly)
             self.channel.send(self._ready())
-            with self._old_objects_aside():
+            with gc_freeze_of_process():
                 while not self._is_stopping:
                     self._read_messages()
                     self._admit_compiled()
@@ -107,11 +106,6 @@ class EngineLoop:
             self.scheduler.close()
 
     # --8<-- [end:engine-loop]
-
-    def _old_objects_aside(self) -> contextlib.AbstractContextManager[None]:
-        """Of an engine in a thread, the API sets them aside, with its own."""
-        is_thread = threading.current_thread() is not threading.main_thread()
-        return contextlib.nullcontext() if is_thread else gc_freeze()
 
     def _look_at_steps(self) -> None:
         self.load_log.look(self.scheduler)
@@ -303,7 +297,8 @@ class EngineLoop:
         if self.scheduler.has_work() and not self.is_paused:
             outputs += self._step_outputs()
         if outputs:
-            self.channel.send(Outputs(outputs=outputs))
+            for message in in_messages(outputs):
+                self.channel.send(message)
         elif self.scheduler.problem is not None and not self.scheduler.has_work():
             raise RuntimeError(self.scheduler.problem)
 
@@ -312,14 +307,16 @@ class EngineLoop:
     def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
         """Send outputs that come outside of a step."""
         if found := self._outputs(outputs, weight_version):
-            self.channel.send(Outputs(outputs=found))
+            for message in in_messages(found):
+                self.channel.send(message)
 
     def _drain(self) -> None:
         """Steps until no request is left: for requests that have just been aborted."""
         while self.scheduler.has_work():
             outputs = self._step_outputs()
             if outputs:
-                self.channel.send(Outputs(outputs=outputs))
+                for message in in_messages(outputs):
+                    self.channel.send(message)
 
     def _step_outputs(self) -> list[RequestOutput]:
         """Run one step and return its outputs, without the ends that were reported during a pause."""

@@ -7,6 +7,7 @@ The API sends `Generate`, `Abort` and `Control`; the engine sends `Ready` first,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -120,7 +121,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
     new_token_ids: list[int]
     finish: Finish | None
     output_logprobs: list[TokenLogprob]  # one for each new id, if asked for
-    input_logprobs: list[TokenLogprob]  # of the whole prompt, once, if asked for
+    input_logprobs: list[TokenLogprob]  # of the prompt, if asked for: parts before the first token
     num_cached_tokens: int
     num_accepted_tokens: int
     queue_time: float | None = None  # seconds until its first step; in the first output only
@@ -129,7 +130,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class Outputs(Message):
-    """The outputs of one step."""
+    """The outputs of one step, or some of them."""
 
     outputs: list[RequestOutput]
 
@@ -187,6 +188,49 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 _to_engine, _anything = decoder(ToEngine), decoder(Any)
 decode_from_engine = decoder(FromEngine)
+
+
+MAX_LOGPROBS = 2**15
+"""In one message: reading it is one call, which keeps the other threads of the API waiting."""
+
+
+def in_messages(outputs: list[RequestOutput]) -> Iterator[Outputs]:
+    """The messages of a step. One, unless there are many log-probabilities."""
+    if not any(each.input_logprobs or each.output_logprobs for each in outputs):
+        yield Outputs(outputs=outputs)
+        return
+    found, room = [], MAX_LOGPROBS
+    for output in outputs:
+        for part in _parts(output):
+            size = num_logprobs(part.input_logprobs) + num_logprobs(part.output_logprobs)
+            if found and size > room:
+                yield Outputs(outputs=found)
+                found, room = [], MAX_LOGPROBS
+            found.append(part)
+            room -= size
+    yield Outputs(outputs=found)
+
+
+def num_logprobs(tokens: list[TokenLogprob]) -> int:
+    """Each token has as many as the last one: only the first of a prompt has none."""
+    return len(tokens) * (1 + len(tokens[-1].top) + len(tokens[-1].asked)) if tokens else 0
+
+
+def _parts(output: RequestOutput) -> Iterator[RequestOutput]:
+    """The output, before it others with the beginning of its prompt's log-probabilities."""
+    tokens = output.input_logprobs
+    size = num_logprobs(tokens)
+    if size <= MAX_LOGPROBS:
+        yield output
+        return
+    step = max(MAX_LOGPROBS * len(tokens) // size, 1)
+    last = (len(tokens) - 1) // step * step
+    for start in range(0, last, step):
+        yield msgspec.structs.replace(
+            output, new_token_ids=[], finish=None, output_logprobs=[], queue_time=None, embedding=None,
+            input_logprobs=tokens[start : start + step],
+        )  # fmt: skip
+    yield msgspec.structs.replace(output, input_logprobs=tokens[last:])
 
 
 def finish_of(reason: FinishReason) -> Finish:
