@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import schemathesis
+from hypothesis import seed
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 
@@ -36,7 +37,7 @@ def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     return found
 
 
-def try_all(url: str, max_examples: int, is_random: bool) -> None:
+def try_all(url: str, max_examples: int, number: int | None) -> None:
     found = operations(url)
     assert "POST /v1/chat/completions" in found
     for path in ("/v1/messages", "/abort_request", PAUSE):
@@ -46,7 +47,7 @@ def try_all(url: str, max_examples: int, is_random: bool) -> None:
 
             @settings(
                 max_examples=max_examples,
-                derandomize=not is_random,
+                derandomize=number is None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             )
@@ -57,13 +58,13 @@ def try_all(url: str, max_examples: int, is_random: bool) -> None:
                     httpx.post(f"{url}/continue_generation", timeout=60).raise_for_status()
 
             with contextlib.suppress(Unsatisfiable):  # a route without parameters has no invalid request
-                one()
+                (one if number is None else seed(number)(one))()
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "is_random"), [(4, False), pytest.param(100, True, marks=pytest.mark.full)]
+    ("max_examples", "number"), [(4, None), *(pytest.param(100, n, marks=pytest.mark.full) for n in range(3))]
 )
-def test_no_answer_is_a_500(own_server: RunningServer, max_examples: int, is_random: bool) -> None:
-    """The few cases of the fast cut are the same ones in each run, the many are not."""
-    try_all(own_server.url, max_examples, is_random)
+def test_no_answer_is_a_500(own_server: RunningServer, max_examples: int, number: int | None) -> None:
+    """`number`: the seed of the cases."""
+    try_all(own_server.url, max_examples, number)
     assert_whole(own_server)

@@ -4,7 +4,7 @@ turns. A short one is made on the event loop, which costs less."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ def _pieces(value: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
         yield b"]"
 
 
-def _slices(entries: list[Any]) -> Iterator[list[Any]]:
+def _slices(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Parts of a list, of at most PIECE_VALUES values, or of one entry that has more."""
     start, total = 0, 0
     for end, entry in enumerate(entries):

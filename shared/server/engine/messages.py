@@ -199,7 +199,7 @@ def in_messages(outputs: list[RequestOutput]) -> Iterator[Outputs]:
     if not any(each.input_logprobs or each.output_logprobs for each in outputs):
         yield Outputs(outputs=outputs)
         return
-    found, room = [], MAX_LOGPROBS
+    found, room = list[RequestOutput](), MAX_LOGPROBS
     for output in outputs:
         for part in _parts(output):
             size = num_logprobs(part.input_logprobs) + num_logprobs(part.output_logprobs)
