@@ -76,7 +76,12 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             where = f"character {error.start} is {text[error.start]!r}"
             raise ValueError(f"the text is no valid Unicode: {where}") from None
-        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.hf_tokenizer.encode(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,  # nor types: lists as long as the ids, which nothing reads
+            return_token_type_ids=False,
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The exact text: no space before a comma is "cleaned up", whatever the tokenizer's configuration.

@@ -214,11 +214,14 @@ def test_death_of_the_engine_ends_everything() -> None:
         assert_gone(processes)
 
 
-def test_death_of_the_api_leaves_no_orphan() -> None:
+def test_death_of_the_api_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving("--separate-process") as server:
         processes = {*server.children, *grammar_processes(server)}
+        assert list(tmp_path.glob("diptych-*")), "the folder of the sockets"
         server.kill()
         assert_gone([*processes])
+        assert not list(tmp_path.glob("diptych-*"))
 
 
 def test_full_server_and_sigterm_drains() -> None:

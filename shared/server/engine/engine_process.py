@@ -142,7 +142,8 @@ def _thread_main(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], 
 def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=die_with_the_other_end, args=(death_pipe,), daemon=True).start()
+    folder = Path(endpoints.to_engine.removeprefix("ipc://")).parent
+    threading.Thread(target=die_with_the_other_end, args=(death_pipe, folder), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = ZmqChannel(context, endpoints)
     code = 0
@@ -179,8 +180,11 @@ def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
     EngineLoop(assembly, channel, import_seconds).run()
 
 
-def die_with_the_other_end(death_pipe: socket.socket) -> None:
-    """Ends this process when the one at the pipe's other end ends, however it ends: no orphan stays."""
+def die_with_the_other_end(death_pipe: socket.socket, folder: Path | None = None) -> None:
+    """Ends this process when the one at the pipe's other end ends, however it ends: no orphan stays, and no
+    folder, which a process that was killed has not removed."""
     with contextlib.suppress(OSError):
         death_pipe.recv(1)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_ENGINE_DIED)

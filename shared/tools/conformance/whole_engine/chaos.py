@@ -328,8 +328,11 @@ class Round:
                 self._kill(server, ["API"], signal.SIGTERM)
                 self._check_exit(server, 0)
         if expected != -signal.SIGKILL:
-            left = [path for path in Path(self.folder).iterdir() if not path.name.startswith("log ")]
-            assert not left, f"files are left: {left}"
+            _until("no file is left", END_SECONDS, lambda: not self._files())
+
+    def _files(self) -> list[Path]:
+        """Of the servers, beside their output."""
+        return [path for path in Path(self.folder).iterdir() if not path.name.startswith("log ")]
 
     def _end_while_it_starts(self) -> None:
         (server,) = self.servers
