@@ -1,13 +1,13 @@
-"""Hypothesis with the settings of all property tests: import `given`, `settings` and `st` from here.
+"""Hypothesis with the settings of all property tests: import `given`, `seed`, `settings` and `st` from here.
 
 A busy computer is slow to draw and to run an example. So there is no deadline, and slow drawing is no error.
 `@settings` of a test changes what it names and keeps the rest.
 """
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-__all__ = ["HealthCheck", "given", "settings", "st"]
+__all__ = ["HealthCheck", "given", "seed", "settings", "st"]
 
 settings.register_profile(
     "diptych",

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import schemathesis
-from hypothesis import seed
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 
-from tests.properties import HealthCheck, given, settings
+from tests.properties import HealthCheck, given, seed, settings
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import assert_whole
 

@@ -33,15 +33,7 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
             found = each if isinstance(body.prompt, list) else each[0]
         else:
             found = await _of_messages(body, state)
-
-        def make() -> dict[str, Any]:
-            answer = {"tokens": found, "count": _count(found), "max_model_len": state.ready.context_len}
-            if body.return_token_strs:
-                texts = TokenTexts(state.prompts.token_bytes, as_ids=False)
-                answer["token_strs"] = _map(texts.text_of, found)
-            return answer
-
-        return await json_answer(num_values(found), make)
+        return await json_answer(num_values(found), lambda: _tokenized(found, body.return_token_strs, state))
 
     @app.post("/apply-template")
     async def apply_template(body: ApplyTemplateRequest) -> Response:
@@ -95,6 +87,14 @@ async def _of_messages(body: ConversationFields, state: ServerState) -> list[int
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
     args = template_args_of(chat, state.prompts)
     return (await state.prompts.of_messages(chat.messages, tools or None, args)).ids
+
+
+def _tokenized(ids: list[Any], with_texts: bool, state: ServerState) -> dict[str, Any]:
+    answer = {"tokens": ids, "count": _count(ids), "max_model_len": state.ready.context_len}
+    if with_texts:
+        texts = TokenTexts(state.prompts.token_bytes, as_ids=False)
+        answer["token_strs"] = _map(texts.text_of, ids)
+    return answer
 
 
 def _count(ids: list[Any]) -> Any:

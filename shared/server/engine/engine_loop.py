@@ -72,8 +72,7 @@ class EngineLoop:
         self.channel = channel
         self.is_paused = False
         self._is_stopping = False
-        self._counter = 0
-        self._last_heartbeat = 0.0
+        self._counter, self._last_heartbeat = 0, 0.0
         self.grammar_queue = GrammarQueue(assembly.grammars)
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
@@ -306,17 +305,13 @@ class EngineLoop:
 
     def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
         """Send outputs that come outside of a step."""
-        if found := self._outputs(outputs, weight_version):
-            for message in in_messages(found):
-                self.channel.send(message)
+        for message in in_messages(self._outputs(outputs, weight_version)):
+            self.channel.send(message)
 
     def _drain(self) -> None:
         """Steps until no request is left: for requests that have just been aborted."""
         while self.scheduler.has_work():
-            outputs = self._step_outputs()
-            if outputs:
-                for message in in_messages(outputs):
-                    self.channel.send(message)
+            self._deliver(self.scheduler.step(), self.assembly.weights.version)
 
     def _step_outputs(self) -> list[RequestOutput]:
         """Run one step and return its outputs, without the ends that were reported during a pause."""

@@ -195,9 +195,9 @@ MAX_LOGPROBS = 2**15
 
 
 def in_messages(outputs: list[RequestOutput]) -> Iterator[Outputs]:
-    """The messages of a step. One, unless there are many log-probabilities."""
+    """The messages of a step with outputs. One, unless there are many log-probabilities."""
     if not any(each.input_logprobs or each.output_logprobs for each in outputs):
-        yield Outputs(outputs=outputs)
+        yield from [Outputs(outputs=outputs)] if outputs else []
         return
     found, room = list[RequestOutput](), MAX_LOGPROBS
     for output in outputs:

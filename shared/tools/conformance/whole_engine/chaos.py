@@ -331,7 +331,7 @@ class Round:
             _until("no file is left", END_SECONDS, lambda: not self._files())
 
     def _files(self) -> list[Path]:
-        """Of the servers, beside their output."""
+        """Return the files of the servers, beside their output."""
         return [path for path in Path(self.folder).iterdir() if not path.name.startswith("log ")]
 
     def _end_while_it_starts(self) -> None:
