@@ -11,7 +11,7 @@ from diptych.optimized.graphs.cuda_graph import CudaGraphs, Rehearsal, warn_of_l
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_steps
 from diptych.optimized.graphs.mixed_graph import MixedSteps
-from diptych.optimized.graphs.rehearsal import decode_batches, prefill_batches
+from diptych.optimized.graphs.rehearsal import decode_batches, prefill_batches, verify_batches
 from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
 from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
@@ -43,10 +43,11 @@ class AllSteps:
             return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results)
 
         self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device))
-        self.verify = [  # for each number of nodes, the most first
-            over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
+        self.trees = [  # for each number of nodes, the most first
+            VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device)
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
+        self.verify = [over(buffers) for buffers in self.trees]
         tokens = TokenBuffers(captured_token_counts(config, model.config), model, self.device)
         self.prefill = [ExtendSteps(model, attention, kv_pool, tokens, num_logprob_rows)]
         if config.enable_mixed_chunk and attention.supports_ragged_graphs:
@@ -62,6 +63,9 @@ class AllSteps:
         num_tokens = max(self.prefill[0].tokens.sizes, default=0)
         yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
         yield from decode_batches(config, self.decode.max_bs, self.device)
+        for steps, buffers in zip(self.verify, self.trees):
+            has_mask = buffers.tree_mask is not None
+            yield from verify_batches(config, steps.max_bs, buffers.num_nodes, has_mask, self.device)
 
     def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
         """Launch what graphs contain, or would contain, in `compile_ahead`."""

@@ -71,10 +71,24 @@ def prefill_batches(
 
 def decode_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
     """Decode steps of more requests than are captured."""
+    for size in _sizes_beyond(config, num_captured):
+        yield replace(prompts([1] * size, device), forward_mode=ForwardMode.DECODE)
+
+
+def verify_batches(
+    config: EngineConfig, num_captured: int, num_nodes: int, has_mask: bool, device: torch.device
+) -> Iterator[ForwardBatch]:
+    """Verify steps of more requests than are captured."""
+    for size in _sizes_beyond(config, num_captured):
+        mask = torch.ones(size, num_nodes, num_nodes, dtype=torch.bool, device=device) if has_mask else None
+        trees = prompts([num_nodes] * size, device)
+        yield replace(trees, forward_mode=ForwardMode.TARGET_VERIFY, tree_mask=mask)
+
+
+def _sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:
     sizes = captured_batch_sizes(config.updated(cuda_graph_bs=None, cuda_graph_max_bs=None))
-    for size in dict.fromkeys((*sizes, config.max_running_requests)):
-        if num_captured < size <= config.max_running_requests:
-            yield replace(prompts([1] * size, device), forward_mode=ForwardMode.DECODE)
+    most = config.max_running_requests
+    return [size for size in dict.fromkeys((*sizes, most)) if num_captured < size <= most]
 
 
 @contextmanager

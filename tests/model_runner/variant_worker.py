@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from diptych.optimized.kernels import portable
 from tests.kernels.compile_worker import GPUS, NoDriver
 
-NUM_ROUNDS = 4
+NUM_REQUESTS = (1, 2, 5, 17, 70)
 
 
 def main() -> None:
@@ -47,14 +47,14 @@ def main() -> None:
     variants.run_jit = lambda *args, **options: None  # type: ignore[method-assign]
     JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
     with Zeros():
-        llm = LLM(device="cpu", panel="optimized", dtype="bfloat16", max_total_tokens=8192, **flags)
+        llm = LLM(device="cpu", panel="optimized", dtype="bfloat16", max_total_tokens=65536, **flags)
         parts = llm.assembly.parts
         parts.model_runner.rehearse(llm.config, parts.sampler, parts.num_token_ids)
         if llm.config.speculative is not None:
             llm.scheduler.decoding.rehearse(llm.config)
         known, dice = set(variants.known), random.Random(0)
-        for _ in range(NUM_ROUNDS):
-            llm.generate(*random_prompts(llm, dice, dice.choice((1, 2, 3, 5, 17, 40))), progress=False)
+        for num in NUM_REQUESTS:
+            llm.generate(*random_prompts(llm, dice, num), progress=False)
     JITFunction.run = compile_one
     new = [f"{jit.fn.__name__}{spec}" for jit, spec, *_ in variants.known - known]
 
