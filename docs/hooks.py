@@ -119,10 +119,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             url = get_relative_url(source.url, page.url)
             link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
         elif in_fence or line.startswith("#"):
-            if in_fence and line.startswith("make run") and getattr(config, "repo_url", ""):
-                lines.append(
-                    f"git clone {config.repo_url} && cd {config.repo_url.rstrip('/').rpartition('/')[2]}"
-                )
+            repository: str | None = getattr(config, "repo_url", None)
+            if in_fence and line.startswith("make run") and repository:
+                lines.append(f"git clone {repository} && cd {repository.rstrip('/').rpartition('/')[2]}")
             lines.append(line)
         else:
             in_twins = line.startswith('<div class="twins"') or (in_twins and line != "</div>")
