@@ -74,7 +74,8 @@ def gate_tag(document: Any) -> Any:
     if not isinstance(document, dict):
         return document
     if document.get("type") == "regex" and isinstance(document.get("pattern"), str):
-        return {**document, "pattern": whole_match(document["pattern"])}
+        pattern = whole_match(document["pattern"])
+        return {**document, "pattern": pattern} if pattern else {"type": "const_string", "value": ""}
     return {key: gate(value) if key == "json_schema" else gate_tag(value) for key, value in document.items()}
 
 
