@@ -47,7 +47,7 @@ class MyScheduler(Scheduler):
     def get_batch_decode(self) -> ScheduleBatch | None:
         """A decode step of all `_decodable()` requests, or None. `decoding.prepare` gives None if slots are
         short; `_retract_to_decode` makes room. After a step without retraction `new_token_ratio` decays."""
-        raise NotImplementedError("TODO shortage: may requests be retracted now?")
+        raise NotImplementedError("TODO one request: may requests be retracted now?")
 
     def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:
         """Append the tokens of a batch (`requests.append_tokens`). `result.token_ids` and `.logprobs` are of
