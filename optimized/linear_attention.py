@@ -4,9 +4,7 @@ Differs from reference: the convolution of all tokens is one launch. A state is 
 Prompts are GEMMs over chunks of 64 tokens (kernels/recurrence/delta_chunks.py). Chunks end at
 multiples of 64 from position 0, so a prompt that goes on from a checkpoint has the chunks of one that began
 at 0. The plan of a step is one copy of integers. It loses for prompts of a few tokens: a chunk is padded to
-64.
-
-The kernels have run in Triton's interpreter alone.
+64. Steps are launched eagerly: no CUDA graph has them.
 """
 
 from __future__ import annotations

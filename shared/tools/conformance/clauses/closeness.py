@@ -15,6 +15,7 @@ ROWS = {
     "elementwise": "elementwise",
     "rotary": "rotary",
     "attention": "attention",
+    "linear attention": "linear attention",
     # One GEMM rounds less than two GEMMs with a rounding between them. A layer is at least two GEMMs.
     "linear": "moe",
     "mlp": "moe",

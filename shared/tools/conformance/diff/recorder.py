@@ -13,6 +13,7 @@ from diptych.shared import interfaces
 from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.linear_attention import LinearAttention, LinearLayer
 from diptych.shared.modeling.stream import PartialSums, RankPart, Stream
 from diptych.shared.types import (
     Accepted,
@@ -270,7 +271,10 @@ class Recorder:
             if self._open is None or not isinstance(value, BatchAttention):
                 return value
             watching: Any = _WatchedBackend(value, self._see)
-            return replace(value, backend=watching)
+            linear: Any = value.linear
+            if linear is not None:
+                linear = replace(linear, backend=_WatchedLinear(linear.backend, self._see))
+            return replace(value, backend=watching, linear=linear)
 
         return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
 
@@ -334,6 +338,21 @@ class _WatchedBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention.backend, name)
+
+
+class _WatchedLinear:
+    """Wraps linear attention: records what `run` returns."""
+
+    def __init__(self, backend: LinearAttention, see: Callable[[str, str, Any], None]) -> None:
+        self._backend = backend
+        self._see = see
+
+    def run(
+        self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: Any
+    ) -> torch.Tensor:
+        output = self._backend.run(u, g, beta, layer, plan)
+        self._see(f"states.{layer.layer_id}.recurrence", "linear attention", output)
+        return output
 
 
 def _kind_of(name: str, module: nn.Module) -> str | None:
