@@ -133,4 +133,5 @@ def test_the_check_can_fail(driver: Any) -> None:
         "10.0",
         "contrast",
         "skips",
+        "scrolls",
     }
