@@ -104,6 +104,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return super()._generate(tree, *args, **kwargs)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As of the sandbox, and `append` of a list: Kimi K2's templates collect ids of calls so."""
+        return (isinstance(obj, list) and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
     @staticmethod
     def counted(values: Iterable[Any]) -> Iterator[Any]:
         """The values of a loop, each a step."""

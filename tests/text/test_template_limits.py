@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from jinja2 import TemplateRuntimeError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from diptych.shared.text import template_limits
 from diptych.shared.text.template_limits import BoundedEnvironment
@@ -144,3 +144,12 @@ def test_a_template_that_looks_at_all_turns_in_each(monkeypatch: pytest.MonkeyPa
     template_limits.start_counting()
     with pytest.raises(TemplateRuntimeError, match="more than 1000000 steps"):
         BoundedEnvironment().from_string(QUADRATIC).render(messages=turns * 2)
+
+
+def test_a_list_takes_items_and_nothing_else_changes() -> None:
+    """Kimi K2's templates collect the ids of calls in a list."""
+    template = "{% set ids = [] %}{% set _ = ids.append('f:0') %}{{ ids | join }}"
+    assert BoundedEnvironment().from_string(template).render() == "f:0"
+    for change in ("ids.clear()", "ids.extend([1])", "{}.update({1: 2})"):
+        with pytest.raises(SecurityError):
+            BoundedEnvironment().from_string(f"{{% set ids = [1] %}}{{{{ {change} }}}}").render()
