@@ -105,8 +105,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(tree, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As of the sandbox, and `append` of a list: Kimi K2's templates collect ids of calls so."""
-        return (isinstance(obj, list) and attr == "append") or super().is_safe_attribute(obj, attr, value)
+        """As of the sandbox, and `append` and `pop` of a list: Kimi K2's templates keep ids of calls so."""
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def counted(values: Iterable[Any]) -> Iterator[Any]:

@@ -146,9 +146,10 @@ def test_a_template_that_looks_at_all_turns_in_each(monkeypatch: pytest.MonkeyPa
         BoundedEnvironment().from_string(QUADRATIC).render(messages=turns * 2)
 
 
-def test_a_list_takes_items_and_nothing_else_changes() -> None:
-    """Kimi K2's templates collect the ids of calls in a list."""
-    template = "{% set ids = [] %}{% set _ = ids.append('f:0') %}{{ ids | join }}"
+def test_a_list_takes_and_gives_items_and_nothing_else_changes() -> None:
+    """Kimi K2's templates keep the ids of calls in a list."""
+    template_limits.start_counting()
+    template = "{% set ids = [] %}{% set _ = ids.append('f:0') %}{{ ids.pop(0) }}"
     assert BoundedEnvironment().from_string(template).render() == "f:0"
     for change in ("ids.clear()", "ids.extend([1])", "{}.update({1: 2})"):
         with pytest.raises(SecurityError):
