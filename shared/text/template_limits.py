@@ -106,7 +106,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """As of the sandbox, and `append` and `pop` of a list: Kimi K2's templates keep ids of calls so."""
-        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+        if isinstance(obj, list) and attr in ("append", "pop"):
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def counted(values: Iterable[Any]) -> Iterator[Any]:
