@@ -14,6 +14,7 @@ PIP_FLAGS ?= --quiet
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
+comma := ,
 banner = @printf '\n\033[1m== %s ==\033[0m\n' "$(1)"
 
 # On Linux the default wheel of torch brings several gigabytes of CUDA: without a GPU take the CPU wheel.
@@ -48,11 +49,12 @@ help:
 run: $(VENV)/.installed
 	@$(BIN)/diptych generate --temperature 0 --system "$(SYSTEM)" "$(STORY) $(ASK_1)" "$(STORY) $(ASK_2)"
 
-# The documentation is built beside the tests, some of which wait for processes. The last line is pytest's.
-test: format lint types
-	$(call banner,pytest and mkdocs build)
-	@$(BUILD_DOCS) & docs=$$!; $(FAST_CUT); tests=$$?; \
-	wait $$docs || { echo "error: mkdocs build failed: its message is above"; exit 1; }; exit $$tests
+# Types and documentation are checked beside the tests: each is one process. The last line is pytest's.
+test: format lint
+	$(call banner,mypy$(comma) mkdocs build and pytest)
+	@$(BIN)/mypy --no-error-summary & types=$$!; $(BUILD_DOCS) & docs=$$!; $(FAST_CUT); tests=$$?; \
+	wait $$types || { echo "error: mypy failed: its messages are above"; tests=1; }; \
+	wait $$docs || { echo "error: mkdocs build failed: its message is above"; tests=1; }; exit $$tests
 
 test-all: format lint types docs pytest-all
 

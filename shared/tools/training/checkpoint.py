@@ -40,7 +40,7 @@ on {device} in {seconds:.0f} s ({tokens:.0f} M tokens). Score it with
 
 def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """Round the weights to bfloat16 and write config.json, generation_config.json and model.safetensors."""
-    model = model.to(torch.bfloat16)  # type: ignore[arg-type]  # decorated without types
+    model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         eos_token_id=[IM_END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID, do_sample=False
     )

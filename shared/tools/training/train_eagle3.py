@@ -121,7 +121,7 @@ def train_steps(
     num_draft_steps: int,
 ) -> Iterator[torch.Tensor]:
     """Train in place; yields each step's loss, still on the device."""
-    optimizer = MasterAdamW(head, options)  # type: ignore[arg-type]  # any module
+    optimizer = MasterAdamW(head, options)
     for step, batch in enumerate(batches):
         batch = Batch(*(part.to(target.device, non_blocking=True) for part in batch))
         losses = losses_of(head, lesson_of(target, batch), batch, num_draft_steps)
