@@ -70,8 +70,8 @@ REFUSED = {("diff", mode) for mode in ("pp", "dp", "dp attention")} | {
     ("soak", mode) for mode in MODES if mode not in COMPARED
 }
 """`diff` needs one process that computes all; random flags and requests of `soak` exclude most modes."""
-FAST = [("generate", "disaggregation"), ("json", "tp")]
-"""In the fast cut: two ways to end threads and processes."""
+FAST = [("generate", "disaggregation")]
+"""In the fast cut: threads and processes."""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[], ["generate"], ["chat"], ["doctor"], ["bench"], ["bench", "offline"], ["check"], ["diff"]]
+FAST = [[], ["generate"], ["bench", "offline"]]
+IN_FULL = [["chat"], ["doctor"], ["bench"], ["check"], ["diff"]]
+COMMANDS = [*FAST, *(pytest.param(words, marks=pytest.mark.full) for words in IN_FULL)]
 
 PROGRAM = """
 import sys

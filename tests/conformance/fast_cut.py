@@ -21,8 +21,8 @@ from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from tests.conformance.killers import killers
 
 MAX_KEPT = 5  # a clause of so few cases keeps them all
-MAX_COVER = 8
-MAX_SLOW = 4
+MAX_COVER = 6
+MAX_SLOW = 3
 FEW = 4  # values of a single axis; one less of a component that is slow
 SLOW = {
     "attention",

@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_total_tokens": 1024, "check_invariants": True,
 }  # fmt: skip
 PROMPT = "Count from 3 to 9."
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "progress": False}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "progress": False}
 
 
 def changed(tensors: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -153,7 +153,11 @@ def test_a_folder_that_does_not_fit_changes_nothing(other: Path, tmp_path: Path)
     assert answer(llm) == before
 
 
-@pytest.mark.parametrize("flags", [{"panel": "optimized"}, {"panel": "reference", "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param({"panel": "optimized"}, marks=pytest.mark.full), {"panel": "reference", "tp": 2}],
+    ids=str,
+)
 def test_from_a_trainer(flags: dict[str, Any], other: Path) -> None:
     """A thread stands for the trainer's process. It also gets refusals."""
     llm = LLM("tiny-dense", **FLAGS, **flags)
@@ -204,7 +208,14 @@ def test_a_trainer_that_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer(llm) == before
 
 
-@pytest.mark.parametrize("flags", [{"dp": 2}, {"pp": 2}, {"disaggregation": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"dp": 2},
+        *(pytest.param(each, marks=pytest.mark.full) for each in ({"pp": 2}, {"disaggregation": True})),
+    ],
+    ids=str,
+)
 def test_engines_that_take_no_new_weights(flags: dict[str, Any], other: Path) -> None:
     plain = {name: value for name, value in FLAGS.items() if name != "check_invariants"}
     llm = LLM("tiny-dense", panel="reference", **plain, **flags)

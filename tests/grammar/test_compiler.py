@@ -180,6 +180,7 @@ def test_a_time_out_is_forgotten_after_a_while(tokenizer: Tokenizer, monkeypatch
     compiler.close()
 
 
+@pytest.mark.full  # the fast cut kills one that compiles
 def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     assert accepts(compiler, "a", regex="a")
@@ -200,7 +201,7 @@ def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: T
         ([signal.SIGKILL], None),
         pytest.param([signal.SIGSEGV], None, marks=pytest.mark.full),
         pytest.param([signal.SIGKILL, signal.SIGKILL], CompilerFailed, marks=pytest.mark.full),
-        ([signal.SIGSEGV, signal.SIGKILL], CompilerFailed),
+        pytest.param([signal.SIGSEGV, signal.SIGKILL], CompilerFailed, marks=pytest.mark.full),
         pytest.param([signal.SIGKILL, signal.SIGSEGV], ValueError, marks=pytest.mark.full),
         ([signal.SIGPROF], ValueError),
     ],

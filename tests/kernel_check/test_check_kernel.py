@@ -46,14 +46,15 @@ def check(like: str, library: str, function, cases=None) -> Report:  # type: ign
 
 @pytest.mark.parametrize(("like", "library"), OF_ONE_PROCESS)
 def test_right_functions_hold(like: str, library: str) -> None:
-    report = check(like, library, RIGHT[like, library], QUICK.get(like))
+    cases = QUICK.get(like, LIKES[like].cases)
+    report = check(like, library, RIGHT[like, library], cases if library == "torch" else cases[:3])
     assert report.status == 0, [(each.case, each.failure) for each in report.failing]
     assert report.num_refused == 0
     assert report.names == []
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (i % 3 > 0)) for i, name in enumerate(WRONG)]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (i % 6 > 0)) for i, name in enumerate(WRONG)]
 )
 def test_planted_bugs_are_found_and_named(name: str) -> None:
     like, function, expected = WRONG[name]

@@ -26,7 +26,7 @@ from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.parallel.patience import meet
 from tests.parallel.tiny_ranks import answers, make_config
 
-LIMIT, LATE = 2.5, 6.0  # seconds: the late rank comes long after the limit
+LIMIT, LATE = 1.5, 3.6  # seconds: the late rank comes long after the limit
 
 
 def compile_slowly(seconds: float = LATE) -> None:
@@ -55,7 +55,7 @@ def late_rank(before: Callable[[], None], path: str, pipe: Channel) -> None:
 def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Rank 0 beside a rank that does something before it comes."""
     monkeypatch.setattr(patience, "LOOK_SECONDS", 0.5)
-    monkeypatch.setattr(patience, "SAY_SECONDS", 2.0)
+    monkeypatch.setattr(patience, "SAY_SECONDS", 1.0)
     children: list[Child] = []
 
     def start(before: Callable[[], None]) -> tuple[Collectives, Child]:

@@ -60,13 +60,13 @@ ALWAYS = {"derandomize": True, "suppress_health_check": list(HealthCheck)}
 """The same schedules each time; raise max_examples and drop derandomize to hunt."""
 
 
-@settings(max_examples=250, **ALWAYS)
+@settings(max_examples=120, **ALWAYS)
 @given(schedules(has_drafts=False))
 def test_any_schedule_gives_every_request_its_own_tokens(schedule: Schedule) -> None:
     run_schedule(schedule)
 
 
-@settings(max_examples=60, **ALWAYS)
+@settings(max_examples=30, **ALWAYS)
 @given(schedules(has_drafts=True))
 def test_any_schedule_of_drafts_gives_every_request_its_own_tokens(schedule: Schedule) -> None:
     run_schedule(schedule)

@@ -35,14 +35,7 @@ def test_a_correct_server_passes(context: Context, group: str) -> None:
     assert [result.check.name for result in found if result.status == "not offered"] == []
 
 
-SAMPLING = [
-    "sampling.top_k",
-    "sampling.greedy",
-    "sampling.same_seed",
-    "sampling.other_seed",
-    "sampling.top_logprobs",
-    "sampling.logprob_temperature",
-]
+SAMPLING = ["sampling.top_k", "sampling.same_seed", "sampling.logprob_temperature"]
 
 
 def test_a_correct_sampler_passes(context: Context) -> None:

@@ -25,6 +25,8 @@ SLOW = (
     "prompt penalized",
     "repetition penalty ignored",
     "min_p ignored",
+    "top_p ignored",
+    "one seed",
 )
 """Others of their kind, drawn in the same way, are in the fast cut."""
 HIDDEN_BY_ROUNDING = ("concurrency dependence", "rounded logprobs", "top_k off by one")

@@ -164,14 +164,15 @@ def test_all_graphs_of_an_engine_share_a_pool(drafter: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(drafter, "allocate", allocate_with_ranks)
     algorithm = "eagle3" if drafter is FakeGraphsDrafter else "standalone"
-    engine(drafter, Runner, **Setting("", algorithm=algorithm, shape=SHAPE).flags())
+    flags = Setting("", algorithm=algorithm, shape=SHAPE).flags()
+    engine(drafter, Runner, **flags, cuda_graph_max_tokens=0)
     (of_drafter, num_drafts), (of_runner, _) = pools
     assert of_drafter is of_runner
     assert of_runner.ranks is ranks
     assert num_drafts == 2 * 3, "a draft and an extension of each size, before the target's graphs"
     assert len(of_runner.calls) > num_drafts
     pools.clear()
-    engine(EagleDrafter, Runner)
+    engine(EagleDrafter, Runner, cuda_graph_max_tokens=0)
     assert pools[0][0] is not of_runner, "another engine has another pool"
 
 
