@@ -89,7 +89,8 @@ def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     """Scaled logits -> [bs] int64: the token with the largest log p + Gumbel noise among those that filters
     keep. A row of scaled logits differs from log p by a constant, which changes no argmax."""
     if logits.device.type == "mps":  # has no float64
-        on_cpu = {name: getattr(info, name).cpu() for name in ("seeds", "top_ks", "top_ps", "min_ps")}
+        names = ("seeds", "top_ks", "top_ps", "min_ps", "is_sequential")
+        on_cpu = {name: getattr(info, name).cpu() for name in names if getattr(info, name) is not None}
         return draw(logits.cpu(), replace(info, **on_cpu), positions.cpu()).to(logits.device)
     # --8<-- [start:gumbel-draw]
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -103,14 +104,17 @@ def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
 
 
 def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """Joint top-k, top-p and min-p. ordered: [bs, vocab_size], rows of `scaled`, the likeliest token first ->
-    bool of the same shape: the tokens that stay."""
+    """Top-k, top-p and min-p, joint or one after the other. ordered: [bs, vocab_size], rows of `scaled`, the
+    likeliest token first -> bool of the same shape: the tokens that stay."""
     weights = ordered.to(torch.float64).exp()  # p / max p
     before = weights.cumsum(dim=-1) - weights
-    total = weights.sum(dim=-1, keepdim=True)
-    top_ps = info.top_ps[:, None]
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = ranks < info.top_ks[:, None]
+    total = weights.sum(dim=-1, keepdim=True)
+    if info.is_sequential is not None:  # of what top-k keeps, in these rows
+        of_top_k = weights.masked_fill(~keep, 0.0).sum(dim=-1, keepdim=True)
+        total = torch.where(info.is_sequential[:, None], of_top_k, total)
+    top_ps = info.top_ps[:, None]
     # top_p = 1 keeps everything: the rounded sum can reach the total before the last token.
     keep &= (before < top_ps * total) | (top_ps >= 1.0)
     keep &= weights >= info.min_ps[:, None]

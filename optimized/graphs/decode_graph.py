@@ -43,10 +43,12 @@ class SamplingKind(Enum):
 
     @staticmethod
     def of(info: SamplingBatchInfo) -> SamplingKind | None:
-        """The kind of a batch; None if it has tensors as wide as the vocabulary, or outputs beyond ids."""
+        """The kind of a batch; None if it has tensors as wide as the vocabulary, rows that are sorted, or
+        outputs beyond ids."""
         if (
             info.return_logprob
             or info.processors
+            or info.is_sequential is not None
             or info.logit_bias is not None
             or info.banned is not None
             or info.vocab_mask is not None

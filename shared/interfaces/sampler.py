@@ -21,8 +21,10 @@ class Sampler(ABC):
     4. greedy rows: argmax, the lowest id on ties;
     5. other rows: p = softmax(logits / temperature); order tokens by (p descending, id ascending); keep
        the first top_k; keep a token while the sum of p *before* it is < top_p (the crossing token stays);
-       keep p >= min_p * max p. The three are joint: all on the same p. Renormalise what is kept.
-       (SGLang renormalises before top_p in rows with min_p; then top_p keeps fewer tokens);
+       keep p >= min_p * max p. The three are joint: all on the same p. Renormalise what is kept. In rows of
+       `is_sequential` p is renormalised over the first top_k before top_p, which then keeps the same tokens
+       or fewer; min_p compares two p, and so does not depend on it. (SGLang does the latter in batches with
+       min_p, and filters jointly in others);
     6. take the token with the largest log p + g, where g = -log(-log1p(-v)) and
        v = (hash(seed, position, token id) + 0.5) / 2^32: a token's noise depends on nothing else, so a
        request's tokens never depend on its batch-mates. The hash is

@@ -51,6 +51,8 @@ def make_sampling_batch_info(
         req.needs_output or p.changes_logits or p.needs_penalty for req, p in zip(reqs, params)
     )
     adjustments: dict[str, Any] = {}
+    if any(_is_sequential(p) for p in params):
+        adjustments["is_sequential"] = _on([_is_sequential(p) for p in params], device).to(torch.bool)
     if adjusts_logits:
         adjustments["logit_bias"] = _logit_bias(reqs, vocab_size, device)
         adjustments["banned"] = banned_tokens(reqs, num_outputs, vocab_size, device, reads_texts)
@@ -82,6 +84,11 @@ def _filter_values(p: SamplingParams, vocab_size: int) -> tuple[float, float, fl
     """temperature, top_p, min_p and top_k; "keep all" is vocab_size."""
     top_k = vocab_size if p.top_k == -1 else min(p.top_k, vocab_size)
     return p.temperature, max(p.top_p, MIN_TOP_P), p.min_p, top_k
+
+
+def _is_sequential(p: SamplingParams) -> bool:
+    """Whether the order of the filters makes a difference."""
+    return p.filter_order == "sequential" and p.top_k > 1 and p.top_p < 1.0 and not p.is_greedy
 
 
 def derive_seed(seed: int, index: int) -> int:

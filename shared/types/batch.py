@@ -148,6 +148,7 @@ class SamplingBatchInfo:
     needs_filter: bool  # some row has a top_k, top_p or min_p that can drop a token
 
     # None where no row needs it:
+    is_sequential: torch.Tensor | None = None  # [bs] bool: top_p is a share of what top_k keeps
     logit_bias: torch.Tensor | None = None  # [bs, vocab_size] float32, added
     banned: torch.Tensor | None = None  # [bs, vocab_size] bool, set to -inf
     vocab_mask: torch.Tensor | None = None  # [bs, ceil(vocab_size / 32)] int32 bits, low bit first; 0: banned

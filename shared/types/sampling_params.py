@@ -23,6 +23,8 @@ MIN_TEMPERATURE = 1e-6
 MAX_SAMPLES = 1024
 """The largest `n`: each sample is a request of its own."""
 
+FILTER_ORDERS = ("joint", "sequential")
+
 GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """Parameters that constrain the output; they exclude each other."""
 
@@ -76,6 +78,7 @@ class SamplingParams:
     top_k: int = -1  # -1 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
+    filter_order: str = "joint"  # top_p is a share of all tokens; "sequential": of those that top_k keeps
     frequency_penalty: float = 0.0  # times the count in the output
     presence_penalty: float = 0.0  # once for a token that is in the output
     repetition_penalty: float = 1.0  # prompt and output, the Hugging Face definition
@@ -136,6 +139,8 @@ class SamplingParams:
             raise ValueError(f"n must be at most {MAX_SAMPLES}, got {self.n}")
         if not is_number(self.top_k, int) or (self.top_k < 1 and self.top_k != -1):
             raise ValueError(f"top_k must be -1 (keep all) or at least 1, got {self.top_k!r}")
+        if self.filter_order not in FILTER_ORDERS:
+            raise ValueError(f"filter_order must be one of {FILTER_ORDERS}, got {self.filter_order!r:.40}")
         if self.seed is not None and not (is_number(self.seed, int) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed must be a 64-bit integer or None, got {self.seed!r}")
         if self.min_new_tokens > self.max_new_tokens:

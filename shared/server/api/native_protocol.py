@@ -64,6 +64,7 @@ class NativeSamplingParams(Body):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    filter_order: str = "joint"
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -33,6 +33,7 @@ class SamplingFields(GrammarFields, TokenFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    filter_order: str = "joint"
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     best_of: int | None = None
     stop: str | list[str] | None = None
@@ -76,6 +77,7 @@ class SamplingFields(GrammarFields, TokenFields):
                 top_p=self.top_p,
                 top_k=self.top_k if self.top_k != 0 else -1,
                 min_p=self.min_p,
+                filter_order=self.filter_order,
                 n=self.n,
                 stop=texts_of(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),

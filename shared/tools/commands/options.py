@@ -85,6 +85,7 @@ _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "top_k": (int, "", "Keep so many tokens; -1: all."),
     "top_p": (float, "", "Keep the likeliest up to this probability."),
     "min_p": (float, "", "Keep what is at least so likely as the best."),
+    "filter_order": (str, "", "joint or sequential: top_p is a share of all tokens, or of top_k's."),
     "frequency_penalty": (float, "", "Per repetition in the answer."),
     "presence_penalty": (float, "", "Once per token in the answer."),
     "repetition_penalty": (float, "", "Divides what is in prompt or answer."),

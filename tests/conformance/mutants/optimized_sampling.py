@@ -39,3 +39,9 @@ bug("PickKeepsOneMore", "In gathered rows a token with top_k tokens before it is
 bug("GreedyTakesTheFirstSlice",
     "Greedy rows of a mixed batch take the lowest id among the slices' best, not only among the largest.",
     ("pick", "lowest_id(\n                is_largest & is_slice,", "lowest_id(\n                is_slice,"))
+
+# Sequential filters
+bug_of_order = bugs_in("sampler", "optimized.sampler:Sampler", folder="optimized.")
+bug_of_order("OneRowMakesAllSequential", "A sequential row makes top_p a share of top_k in all rows.",
+    ("sampler", "(ranks < info.top_ks[:, None]) | ~info.is_sequential[:, None]",
+     "ranks < info.top_ks[:, None]"))

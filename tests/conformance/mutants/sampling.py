@@ -81,6 +81,26 @@ class FiltersOfTheFirstRow(WithOwnSteps):
         return correct_filter_mask(ordered, replace(info, top_ks=info.top_ks[:1].expand_as(info.top_ks)))
 
 
+@mutant_of("sampler")
+class SequentialFiltersAreJoint(WithOwnSteps):
+    """filter_order=sequential has no effect."""
+
+    @staticmethod
+    def filter_mask(ordered, info):
+        return correct_filter_mask(ordered, replace(info, is_sequential=None))
+
+
+@mutant_of("sampler")
+class EveryRowIsSequential(WithOwnSteps):
+    """One sequential row makes top_p a share of top_k in the whole batch."""
+
+    @staticmethod
+    def filter_mask(ordered, info):
+        if info.is_sequential is not None:
+            info = replace(info, is_sequential=torch.ones_like(info.is_sequential))
+        return correct_filter_mask(ordered, info)
+
+
 # Noise
 
 

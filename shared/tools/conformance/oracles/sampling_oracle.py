@@ -35,6 +35,7 @@ class Ask:
     prompt: tuple[int, ...] = (0,)
     output: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
+    filter_order: str = "joint"
 
     def __post_init__(self) -> None:
         self.req()
@@ -108,10 +109,11 @@ def filtered(logits: Sequence[float], req: Req) -> Filtered:
     params = req.sampling_params
     highest = max(logits)
     weights = [math.exp((x - highest) / params.temperature) for x in logits]
-    total = sum(weights)
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    is_sequential = params.filter_order == "sequential" and params.top_k != -1
+    total = sum(weights[i] for i in order[: params.top_k]) if is_sequential else sum(weights)
     p = [w / total for w in weights]
     largest = max(p)
-    order = sorted(range(len(p)), key=lambda i: (-p[i], i))
     kept, before, margin = {}, 0.0, math.inf
     for rank, i in enumerate(order):
         in_top_k = params.top_k == -1 or rank < params.top_k

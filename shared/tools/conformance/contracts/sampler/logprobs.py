@@ -149,3 +149,18 @@ def bad_rows_have_no_logprob(impl: type[Sampler], case: Ask) -> None:
         expected = logprobs64(logits[row], reqs[row])
         expect_close(f"row {row}", found.token_logprobs[row].cpu(), expected[ids[row]], CLOSE)
         expect_close(f"row {row}, top", found.top_logprobs[row].cpu(), expected.topk(2).values, CLOSE)
+
+
+@contract("Sequential filters of a row change no other row, and no log-probability.", EXAMPLE)
+def sequence_of_one_row(impl: type[Sampler], case: Case) -> None:
+    asks = (
+        Ask("joint", top_k=2, top_p=0.6),
+        Ask("sequential", top_k=2, top_p=0.6, filter_order="sequential"),
+    )
+    logits = torch.tensor([[math.log(p) for p in (0.5, 0.3, 0.2)]] * 200)
+    ids, found, _ = sample_asked(impl, logits, asks * 100, top_logprobs_num=3)
+    expect_equal("tokens of joint rows", set(ids[0::2]), {0, 1})
+    expect_equal("tokens of sequential rows", set(ids[1::2]), {0})
+    expect_equal("best ids", found.top_ids.tolist(), [[0, 1, 2]] * 200)
+    expect_close("at the best", found.top_logprobs.cpu(), logits, CLOSE)
+    expect_close("at the token", found.token_logprobs.cpu(), logits[range(200), ids], CLOSE)

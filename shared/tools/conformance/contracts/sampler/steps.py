@@ -85,6 +85,10 @@ def kept(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: Any)
     return Case(name, p=p, ask=Ask(name, **ask), expected=expected)
 
 
+def in_sequence(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: Any) -> Case:
+    return kept(name, p, expected, filter_order="sequential", **ask)
+
+
 TIED = (0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
 QUARTERS = (0.25, 0.25, 0.25, 0.25)
 
@@ -111,6 +115,38 @@ QUARTERS = (0.25, 0.25, 0.25, 0.25)
     ),
 )
 def filters_keep(impl: type[Sampler], case: Case) -> None:
+    expect_kept(impl, case)
+
+
+@contract(
+    "With filter_order=sequential top_p is a share of what top_k keeps; min_p is relative to the best still.",
+    (
+        in_sequence("top-p of top-k", (0.5, 0.3, 0.2), (0,), top_k=2, top_p=0.6),
+        in_sequence("SGLang's order", (0.4, 0.3, 0.2, 0.1), (0, 1), top_k=3, top_p=0.72, min_p=0.1),
+        in_sequence("min-p after both", (0.4, 0.3, 0.2, 0.1), (0,), top_k=3, top_p=0.99, min_p=0.8),
+        in_sequence("a share that is reached exactly", QUARTERS, (0,), top_k=2, top_p=0.5),
+        in_sequence("the first top_k of a tie", TIED, (1, 2), top_k=3, top_p=0.6),
+        in_sequence("without top-k as joint", (0.5, 0.3, 0.2), (0, 1), top_p=0.6),
+        in_sequence("without top-p as joint", TIED, (1, 2), top_k=2),
+    ),
+)
+def filters_in_sequence(impl: type[Sampler], case: Case) -> None:
+    expect_kept(impl, case)
+
+
+@agreement(
+    "With sequential filters in some rows the tokens are the reference's, in small and large vocabularies.",
+    grid("24 x {vocab_size}", num_rows=24, vocab_size=(50, 5000)),
+)
+def same_tokens_in_sequence(impl: type[Sampler], case: Case, reference: type[Sampler]) -> None:
+    logits = Inputs(3).normal(case.num_rows, case.vocab_size, std=2.0)
+    joint = Ask("", temperature=1.5, top_k=9, top_p=0.6, min_p=0.05)
+    asks = joint, replace(joint, filter_order="sequential"), *KINDS
+    reqs = [asks[i % len(asks)].req(seed=i) for i in range(case.num_rows)]
+    expect_equal("ids", sample(impl, logits, reqs), sample(reference, logits, reqs))
+
+
+def expect_kept(impl: type[Sampler], case: Case) -> None:
     found = draw_many(impl, [math.log(p) for p in case.p], case.ask.req(), num_draws=4_000)
     # 4,000 draws miss a token of probability 0.1 with a probability of 1e-183.
     expect_equal("tokens that come", sorted(set(found.tolist())), list(case.expected))
