@@ -11,7 +11,7 @@ from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 
 class RequestPlan(NamedTuple):
@@ -128,7 +128,7 @@ class TorchAttention(interface.AttentionBackend):
         """[num_keys, num_kv_heads, head_dim] each; from an FP8 pool widened, times the layer's scales."""
         pool = self.kv_pool
         k, v = pool.k_buffer(layer.layer_id)[slots], pool.v_buffer(layer.layer_id)[slots]
-        if pool.dtype != FP8:
+        if pool.dtype not in FP8_TYPES:
             return k, v
         scales = pool.kv_scales[layer.layer_id]
         return k.to(torch.float32) * scales.k, v.to(torch.float32) * scales.v

@@ -15,7 +15,7 @@ from diptych.shared.interfaces import KVCache, ReqToTokenPool, TokenToKVPool
 from diptych.shared.interfaces import attention as interface
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 
 class RequestPlan(NamedTuple):
@@ -34,7 +34,7 @@ class ContiguousAttention(interface.AttentionBackend):
     cache_class: type[KVCache]
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype == FP8:
+        if kv_pool.dtype in FP8_TYPES:
             raise ValueError("kv_cache_dtype: a kv_cache holds K and V in the dtype of the model")
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool

@@ -10,7 +10,7 @@ import torch
 from diptych.shared.interfaces import memory_pool as interface
 from diptych.shared.modeling.kv_pool import KVTensors, to_fp8
 from diptych.shared.scheduling.pages import num_pages_of, round_up_to_page
-from diptych.shared.types.attention import FP8
+from diptych.shared.types.attention import FP8_TYPES
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -158,8 +158,8 @@ class TokenToKVPool(KVTensors):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if self.dtype == FP8:
-            k, v = to_fp8(k, v, self.kv_scales[layer_id])
+        if self.dtype in FP8_TYPES:
+            k, v = to_fp8(k, v, self.kv_scales[layer_id], self.dtype)
         self._k[layer_id][out_cache_loc] = k.to(self.dtype)
         self._v[layer_id][out_cache_loc] = v.to(self.dtype)
 

@@ -16,7 +16,7 @@ import torch
 
 from diptych.shared.interfaces import memory_pool as interface
 from diptych.shared.modeling.kv_pool import to_fp8
-from diptych.shared.types.attention import KVScales
+from diptych.shared.types.attention import FP8_TYPES, KVScales  # noqa: F401
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -95,7 +95,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """A pool of dtype torch.float8_e4m3fn holds `to_fp8(k, v, self.kv_scales[layer_id])`."""
+        """A pool of a dtype in FP8_TYPES holds `to_fp8(k, v, self.kv_scales[layer_id], self.dtype)`."""
         raise NotImplementedError("TODO store: the KV of new tokens, which have any slots")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from diptych.optimized.attention.hybrid import HybridAttention, HybridPlan
 from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 MIN_TOKENS_PER_REQUEST = 64
 """The mean number of new tokens per request from which the prefill backend is used. Smaller batches are more
@@ -65,7 +65,7 @@ class DefaultAttention(HybridAttention):
             return Choice("triton", "triton", "FlashInfer is not installed: pip install flashinfer-python")
         if not can_compile():
             return Choice("triton", "triton", "no nvcc, which compiles FlashInfer's kernels")
-        if dtype == FP8:
+        if dtype in FP8_TYPES:
             return Choice("triton", "triton", "FlashAttention 3 takes no FP8 KV; others are not measured")
         if dtype not in (torch.float16, torch.bfloat16) or head_dim not in (64, 128, 256):
             return Choice("triton", "triton", f"FlashInfer has no kernels for {dtype}, head_dim {head_dim}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from diptych.optimized.attention.flashinfer import FlashInferAttention
-from diptych.shared.types.attention import FP8
+from diptych.shared.types.attention import FP8_TYPES
 
 
 class FA3Attention(FlashInferAttention):
@@ -30,9 +30,9 @@ class FA3Attention(FlashInferAttention):
             )
 
     def _check_pool_dtype(self, dtype: torch.dtype) -> None:
-        if dtype == FP8:
+        if dtype in FP8_TYPES:
             raise ValueError(
-                "kv_cache_dtype=fp8_e4m3: FA3Attention supports auto; attention=flashinfer and "
+                "kv_cache_dtype: FA3Attention supports auto; attention=flashinfer and "
                 "attention=triton read FP8"
             )
         super()._check_pool_dtype(dtype)

@@ -203,7 +203,7 @@ class FlashInferAttention(interface.AttentionBackend):
     # ---- what is refused ----
 
     def _check_pool_dtype(self, dtype: torch.dtype) -> None:
-        self._refuse_unless(dtype in (*DTYPES, FP8), f"dtype {dtype}", "float16, bfloat16 and FP8")
+        self._refuse_unless(dtype in (*DTYPES, FP8), f"dtype {dtype}", "float16, bfloat16 and float8_e4m3fn")
 
     def check_layer(self, layer: AttentionLayer) -> None:
         supported = "layers without them; attention=triton supports sinks"

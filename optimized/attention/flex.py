@@ -23,9 +23,9 @@ from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
-POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, FP8)
+POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_TYPES)
 
 
 # On a CPU this is intended.

@@ -24,10 +24,10 @@ from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.types import ForwardBatch, ForwardMode
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-POOL_DTYPES = (*DTYPES, FP8)
+POOL_DTYPES = (*DTYPES, *FP8_TYPES)
 MAX_HEAD_DIM = 256
 
 

@@ -25,7 +25,7 @@ from diptych.shared.interfaces.mla_attention import MLAAttentionBackend
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.to_device import to_device
 from diptych.shared.types import ForwardBatch, ForwardMode
-from diptych.shared.types.attention import FP8, AttentionLayer, MLALayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer, MLALayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -70,8 +70,9 @@ class TritonMLA(MLAAttentionBackend):
     supports_ragged_graphs = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype not in (*DTYPES, FP8):
-            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonMLA supports {DTYPES} and {FP8}")
+        if kv_pool.dtype not in (*DTYPES, *FP8_TYPES):
+            supported = f"{DTYPES} and {tuple(FP8_TYPES)}"
+            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonMLA supports {supported}")
         if kv_pool.device.type != "cuda" and isinstance(_decode_kernel, JITFunction):
             raise ValueError(
                 f"device {kv_pool.device.type} is not supported: TritonMLA supports cuda, and others in "
@@ -187,9 +188,9 @@ class TritonMLA(MLAAttentionBackend):
     def _rows_of(self, layer: MLALayer, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the pool [n, row_size], times the layer's scale."""
         rows = self.kv_pool.k_buffer(layer.layer_id)
-        if rows.dtype != FP8:
+        if rows.dtype not in FP8_TYPES:
             return rows[slots, 0].to(dtype)
-        wide = rows.view(torch.uint8)[slots, 0].view(FP8).to(torch.float32)
+        wide = rows.view(torch.uint8)[slots, 0].view(rows.dtype).to(torch.float32)
         return (wide * self.kv_pool.kv_scales[layer.layer_id].k).to(dtype)
 
     def _decode_few(self, q: torch.Tensor, layer: MLALayer, part: Part, output: torch.Tensor) -> None:

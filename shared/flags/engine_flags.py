@@ -20,7 +20,7 @@ MoeRunnerName = Literal[
     "auto", "triton", "triton_kernel", "deep_gemm", "cutlass", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_trtllm", "flashinfer_cutedsl",
 ]  # fmt: skip
-KvCacheDtypeName = Literal["auto", "bfloat16", "fp8_e4m3"]
+KvCacheDtypeName = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
@@ -141,7 +141,7 @@ class EngineFlags:
     computer, and has at least 16 bytes."""
 
     kv_cache_dtype: KvCacheDtypeName = flag(
-        MEMORY, "auto", "auto: the model's number format; bfloat16; fp8_e4m3: 8 bits a value."
+        MEMORY, "auto", "auto: the model's number format; bfloat16; fp8_e4m3 or fp8_e5m2: 8 bits a value."
     )
     """bfloat16 halves the pool of a float32 model. fp8_e4m3 doubles the tokens of a bfloat16 pool and halves
     what decoding reads. K and V keep 4 significant bits, so answers change. Scales come from the checkpoint,

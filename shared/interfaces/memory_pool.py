@@ -136,9 +136,10 @@ class TokenToKVPoolAllocator(ABC):
 class TokenToKVPool(ABC):
     """K and V of every slot, per layer: `[size + page_size, num_kv_heads, head_dim]`.
 
-    A pool of dtype float8_e4m3fn holds k / k_scale and v / v_scale, computed in float32 at least, clamped to
-    [-448, 448] and rounded to nearest, ties to even. Attention multiplies by the scales. `kv_scales` are
-    those of each layer; they are 1 in pools of other dtypes.
+    A pool of dtype float8_e4m3fn or float8_e5m2 holds k / k_scale and v / v_scale, computed in float32 at
+    least, clamped to the finite values of the type (up to 448, 57344) and rounded to nearest, ties to even.
+    Attention multiplies by the scales. `kv_scales` are those of each layer; they are 1 in pools of other
+    dtypes.
     """
 
     size: int

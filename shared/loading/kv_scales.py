@@ -27,14 +27,15 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 def kv_cache_of(
     folder: Path, model_config: ModelConfig, config: EngineConfig
 ) -> tuple[torch.dtype, list[KVScales] | None]:
-    """The dtype of a KV pool with kv_cache_dtype=fp8_e4m3, and the scales of its layers. None: 1. Raises
-    `ValueError` for scales that are missing or that an FP8 pool cannot use."""
+    """The dtype of a KV pool with kv_cache_dtype=fp8_e4m3 or fp8_e5m2, and the scales of its layers. None: 1.
+    Raises `ValueError` for scales that are missing or that an FP8 pool cannot use."""
+    dtype = FP8 if config.kv_cache_dtype == "fp8_e4m3" else torch.float8_e5m2
     if config.load_format == "dummy":
-        return FP8, None
+        return dtype, None
     scales = read_kv_scales(folder, model_config)
     if scales is not None and model_config.mla is not None:
         scales = [KVScales(each.k, each.k) for each in scales]  # V is part of the row
-    return FP8, scales
+    return dtype, scales
 
 
 def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | None:

@@ -10,7 +10,7 @@ import torch
 
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces import MLATokenToKVPool, TokenToKVPool
-from diptych.shared.types.attention import FP8, FP8_MAX, KVScales
+from diptych.shared.types.attention import FP8, FP8_TYPES, KVScales
 
 
 def build_kv_pool(
@@ -39,14 +39,18 @@ def attention_component(config: ModelConfig) -> str:
     return "attention" if config.mla is None else "mla_attention"
 
 
-def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """k / scales.k and v / scales.v in FP8. k and v are not modified, because a model may read them again.
-    Values are clamped before the cast, which turns larger ones into NaN in older versions of torch."""
+def to_fp8(
+    k: torch.Tensor, v: torch.Tensor, scales: KVScales, dtype: torch.dtype = FP8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k / scales.k and v / scales.v in a type of `FP8_TYPES`. k and v are not modified, because a model may
+    read them again. Values are clamped before the cast, which turns larger ones into infinity, or NaN where
+    the type has none."""
+    largest = FP8_TYPES[dtype]
 
     def quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # By a tensor: on CUDA, torch multiplies by the rounded reciprocal of a number instead.
-        return (wide / wide.new_full((), scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        return (wide / wide.new_full((), scale)).clamp(-largest, largest).to(dtype)
 
     return quantized(k, scales.k), quantized(v, scales.v)
 
@@ -114,8 +118,8 @@ class MLARows(MLATokenToKVPool):
         return self._rows[layer_id][..., : self.kv_lora_rank]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if self.dtype == FP8:
-            k, _ = to_fp8(k, k, self.kv_scales[layer_id])
+        if self.dtype in FP8_TYPES:
+            k, _ = to_fp8(k, k, self.kv_scales[layer_id], self.dtype)
         self._rows[layer_id][out_cache_loc] = k.to(self.dtype)
 
     @property

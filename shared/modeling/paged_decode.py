@@ -13,7 +13,7 @@ from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.scheduling.pages import num_pages_of
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import FP8, AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 
 class PagedDecodePlan(NamedTuple):
@@ -38,7 +38,7 @@ class PagedDecodeAttention(AttentionBackend):
         h // (num_qo_heads // num_kv_heads). K and V of other tokens are undefined, NaN included."""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        _refuse_if(kv_pool.dtype == FP8, "kv_cache_dtype fp8_e4m3")
+        _refuse_if(kv_pool.dtype in FP8_TYPES, "an FP8 kv_cache_dtype")
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
 

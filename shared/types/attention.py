@@ -10,6 +10,8 @@ from torch import nn
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+FP8_TYPES = {FP8: FP8_MAX, torch.float8_e5m2: 57344.0}
+"""The types of FP8 pools, and the largest value of each."""
 
 
 class KVScales(NamedTuple):

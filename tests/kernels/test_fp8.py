@@ -13,8 +13,8 @@ from diptych.shared.modeling.kv_pool import to_fp8
 from diptych.shared.tools.conformance.clauses.compare import expect_equal
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
-from diptych.shared.tools.conformance.contracts.memory_pool.fp8_pool import NON_NEGATIVE, SCALES
-from diptych.shared.types.attention import FP8, KVScales
+from diptych.shared.tools.conformance.contracts.memory_pool.fp8_pool import FINITE, SCALES
+from diptych.shared.types.attention import FP8, FP8_TYPES, KVScales
 
 
 @triton.jit
@@ -30,28 +30,31 @@ def _round_kernel(x_ptr, y_ptr, scale, size, NUM: tl.constexpr):
     tl.store(y_ptr + offs, to_pool(x, scale, y_ptr.dtype.element_ty), mask=offs < size)
 
 
+@pytest.mark.parametrize("pool_dtype", FP8_TYPES)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_all_values_are_widened(dtype: torch.dtype) -> None:
-    codes = torch.arange(256, device=check_device()).to(torch.uint8).view(FP8)
+def test_all_values_are_widened(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    codes = torch.arange(256, device=check_device()).to(torch.uint8).view(pool_dtype)
     widened = torch.empty(256, dtype=dtype, device=check_device())
     _widen_kernel[(1,)](kernel_view(codes), widened, NUM=256)
     expected = codes.to(dtype)
     assert torch.equal(widened.isnan(), expected.isnan())
+    assert torch.equal(widened.isinf(), expected.isinf())
     expect_equal("widened", widened.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("pool_dtype", FP8_TYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_floats_are_rounded(scale: float) -> None:
+def test_floats_are_rounded(scale: float, pool_dtype: torch.dtype) -> None:
     """Values of FP8, what lies halfway between two, the neighbours of that, and beyond both ends."""
-    values = NON_NEGATIVE.float()
+    values = FINITE[pool_dtype].float()
     middles = (values[1:] + values[:-1]) / 2
     around = [torch.nextafter(middles, torch.full((), limit)) for limit in (0.0, torch.inf)]
-    extremes = torch.tensor([1e-30, 448.1, 465.0, 1e30, torch.inf, torch.nan])
+    extremes = torch.tensor([1e-30, 448.1, 465.0, 57345.0, 62000.0, 1e30, torch.inf, torch.nan])
     sizes = torch.cat([values, middles, *around, extremes, Inputs(0).normal(500).abs().cpu()])
     x = torch.cat([sizes, -sizes]).to(check_device()) * scale
-    rounded = torch.empty(len(x), dtype=FP8, device=x.device)
+    rounded = torch.empty(len(x), dtype=pool_dtype, device=x.device)
     _round_kernel[(triton.cdiv(len(x), 256),)](x, kernel_view(rounded), scale, len(x), NUM=256)
-    expected, _ = to_fp8(x, x, KVScales(scale))
+    expected, _ = to_fp8(x, x, KVScales(scale), pool_dtype)
     expect_equal("codes", rounded.view(torch.uint8) & 0x7F, expected.view(torch.uint8) & 0x7F)
     finite = ~x.isnan()
     expect_equal("signs", rounded.view(torch.uint8)[finite], expected.view(torch.uint8)[finite])

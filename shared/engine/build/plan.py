@@ -120,8 +120,10 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
         raise ValueError(f"device=mps: this torch ({torch.__version__}) sees no Apple GPU")
     if not device.startswith("cuda") and device not in ("cpu", "mps"):
         raise ValueError(f"device must be cpu, mps, cuda or cuda:N, got {device!r}")
-    if device == "mps" and config.kv_cache_dtype == "fp8_e4m3":
-        raise ValueError("kv_cache_dtype=fp8_e4m3: Apple GPUs have no FP8; use kv_cache_dtype=auto")
+    if device == "mps" and config.kv_cache_dtype.startswith("fp8"):
+        raise ValueError(
+            f"kv_cache_dtype={config.kv_cache_dtype}: Apple GPUs have no FP8; use kv_cache_dtype=auto"
+        )
     context_len = config.context_len or model_config.context_len
     if context_len > model_config.context_len:
         raise ValueError(

@@ -14,7 +14,7 @@ from diptych.shared.interfaces import SchedulerParts, TokenToKVPool
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.pages import num_pages_of, round_up_to_page
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
-from diptych.shared.types.attention import FP8
+from diptych.shared.types.attention import FP8_TYPES
 
 Mode = Literal["decode", "prefill", "mixed"]
 
@@ -89,7 +89,7 @@ def fill_pool(pool: TokenToKVPool, seed: int = 0) -> None:
     generator = torch.Generator(pool.device).manual_seed(seed)
     for layer_id in range(pool.num_layers):
         for buffer in (pool.k_buffer(layer_id), pool.v_buffer(layer_id)):
-            if buffer.dtype == FP8:
+            if buffer.dtype in FP8_TYPES:
                 buffer.copy_(torch.empty_like(buffer, dtype=torch.bfloat16).normal_(generator=generator))
             else:
                 buffer.normal_(generator=generator)

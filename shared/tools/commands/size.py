@@ -28,7 +28,7 @@ def size(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights: fp8, int8 or int4. Default: as they are.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV pool: auto or fp8_e4m3.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV pool: auto, fp8_e4m3 or fp8_e5m2.")] = "auto",
     mem_fraction_static: Annotated[float, typer.Option(help="Of the GPU, for weights and KV pool.")] = 0.9,
     as_json: Annotated[bool, typer.Option("--json", help="JSON with all numbers.")] = False,
 ) -> None:
@@ -49,8 +49,8 @@ def size(
     unknown = [name for name in names if name not in CARDS]
     if unknown:
         raise ValueError(f"no card {unknown[0]!r}; there are {', '.join(CARDS)}")
-    if kv_cache_dtype not in ("auto", "fp8_e4m3"):
-        raise ValueError(f"--kv-cache-dtype is auto or fp8_e4m3, got {kv_cache_dtype!r}")
+    if kv_cache_dtype not in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        raise ValueError(f"--kv-cache-dtype is auto, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype!r}")
     last = model.rpartition("/")[2]
     name = last if is_shape(last) else model
     config = EngineConfig().updated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.reference import memory_pool
-from diptych.shared.types.attention import FP8, AttentionLayer, KVScales
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer, KVScales
 from tests.conformance.mutants.memory import pool_mutant
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention
@@ -15,11 +15,11 @@ class TokenToKVPool(memory_pool.TokenToKVPool):
     """One decision more: what an FP8 pool stores of K or V."""
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if self.dtype == FP8:
+        if self.dtype in FP8_TYPES:
             scales = self.scales_of(layer_id)
             k, v = self.stored(k, scales.k), self.stored(v, scales.v)
-            self._k[layer_id][out_cache_loc] = k.to(FP8)
-            self._v[layer_id][out_cache_loc] = v.to(FP8)
+            self._k[layer_id][out_cache_loc] = k.to(self.dtype)
+            self._v[layer_id][out_cache_loc] = v.to(self.dtype)
         else:
             super().store(layer_id, out_cache_loc, k, v)
 
@@ -27,7 +27,7 @@ class TokenToKVPool(memory_pool.TokenToKVPool):
         return self.kv_scales[layer_id]
 
     def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x.to(torch.float32) / scale).clamp(-448.0, 448.0)
+        return (x.to(torch.float32) / scale).clamp(-FP8_TYPES[self.dtype], FP8_TYPES[self.dtype])
 
 
 @pool_mutant
@@ -43,7 +43,7 @@ class DividesInTheModelsType(TokenToKVPool):
     """The quotient is rounded to 16 bits on the way to 8."""
 
     def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x / scale).to(torch.float32).clamp(-448.0, 448.0)
+        return (x / scale).to(torch.float32).clamp(-FP8_TYPES[self.dtype], FP8_TYPES[self.dtype])
 
 
 @pool_mutant
@@ -53,7 +53,7 @@ class CountsTwoBytes(TokenToKVPool):
     @property
     def num_bytes_per_token(self) -> int:
         of_values = sum(2 * buffer[:, 0].numel() for buffer in (self._k, self._v))
-        return of_values if self.dtype == FP8 else of_values * self.dtype.itemsize // 2
+        return of_values if self.dtype in FP8_TYPES else of_values * self.dtype.itemsize // 2
 
 
 @mutant_of("attention")

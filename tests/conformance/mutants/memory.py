@@ -175,8 +175,8 @@ bug("StoresKTwice", "K goes to both buffers.", ("memory_pool", "= v.to(self.dtyp
 bug("StoresOneTypeOnly", "K of another type than the pool's is refused.",
     ("memory_pool", "= k.to(self.dtype)", "= k"))
 bug("RefusesPadding", "Two tokens of a step may not go to one slot, not even the dummy page's.",
-    ("memory_pool", "        if self.dtype == FP8:",
-     "        assert len(out_cache_loc.unique()) == len(out_cache_loc)\n        if self.dtype == FP8:"))
+    ("memory_pool", "        if self.dtype in FP8_TYPES:",
+     "        assert len(out_cache_loc.unique()) == len(out_cache_loc)\n        if self.dtype in FP8_TYPES:"))
 bug("HalfAPageOver", "A size that ends within a page is accepted.",
     ("memory_pool", " or size % page_size != 0", ""))
 bug("AllocatesPartsOfPages", "A number of tokens that is no whole page is rounded down.",

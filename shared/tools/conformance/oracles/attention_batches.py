@@ -54,6 +54,7 @@ class AttentionCase:
     is_prefill: bool = False
     tail: int | None = None
     kv_scales: KVScales | None = None
+    kv_dtype: torch.dtype = FP8  # of an FP8 pool
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -153,7 +154,7 @@ class AttentionBatch:
             pool: TokenToKVPool = pools.TokenToKVPool(*sizes, case.dtype, check_device())
         else:  # the scales of the other layer would change every result
             other = KVScales(3 * case.kv_scales.k, 5 * case.kv_scales.v)
-            pool = pools.TokenToKVPool(*sizes, FP8, check_device(), [other, case.kv_scales])
+            pool = pools.TokenToKVPool(*sizes, case.kv_dtype, check_device(), [other, case.kv_scales])
         return pool
 
     def _layer(self, inputs: Inputs) -> AttentionLayer:

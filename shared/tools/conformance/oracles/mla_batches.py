@@ -18,7 +18,7 @@ from diptych.shared.tools.conformance.oracles.attention_batches import (
     AttentionBatch,
     AttentionCase,
 )
-from diptych.shared.types.attention import FP8, AttentionLayer, KVScales, MLALayer
+from diptych.shared.types.attention import AttentionLayer, KVScales, MLALayer
 
 PLAIN_SIZES = 512, 64
 """kv_lora_rank and qk_rope_head_dim of every published model of these families."""
@@ -65,7 +65,10 @@ class MLABatch(AttentionBatch):
         case = self.case
         dtype, scales = case.dtype, None
         if case.kv_scales is not None:  # the scales of the other layer would change every result
-            dtype, scales = FP8, [KVScales(3 * case.kv_scales.k, 3 * case.kv_scales.k), case.kv_scales]
+            dtype, scales = (
+                case.kv_dtype,
+                [KVScales(3 * case.kv_scales.k, 3 * case.kv_scales.k), case.kv_scales],
+            )
         pool: TokenToKVPool = registry.load("mla_memory_pool", "reference")(
             size, case.page_size, NUM_LAYERS, case.kv_lora_rank, case.qk_rope_head_dim, dtype,
             check_device(), scales,

@@ -55,6 +55,16 @@ EXTRAS: dict[str, Any] = {
             replace(batch, kv_scales=batch.kv_scales or SCALES), torch.float32, torch.bfloat16, torch.float16
         )
         if not (case.dtype == torch.float16 and case.kv_scales.v > 1)
+    )
+    + tuple(
+        case
+        for batch in (DECODE, EXTEND, MIXED, TREE, SPLIT)
+        for case in in_types(
+            replace(batch, name=f"{batch.name}, e5m2", kv_scales=SCALES, kv_dtype=torch.float8_e5m2),
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        )
     ),
 )
 def fp8_pool(impl: type[AttentionBackend], case: AttentionCase) -> None:

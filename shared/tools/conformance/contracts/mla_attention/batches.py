@@ -83,7 +83,11 @@ FP8_ROWS = KVScales(0.043, 0.043)
                 MLACase("a long prompt behind a prefix", ((70, 90), (3, 2))),
                 MLACase("trees", ((11, 7), (0, 7), (26, 7)), mask="tree", tail=7),
             )
-        )
+        ),
+        *(
+            replace(case, name=f"{case.name}, e5m2", kv_scales=FP8_ROWS, kv_dtype=torch.float8_e5m2)
+            for case in (DECODE, MLACase("a long prompt behind a prefix", ((70, 90), (3, 2))))
+        ),
     ),
 )
 def fp8_rows(impl: type[AttentionBackend], case: MLACase) -> None:

@@ -12,9 +12,13 @@ from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
-from diptych.shared.tools.conformance.contracts.memory_pool.fp8_pool import awkward_numbers, nearest_fp8
+from diptych.shared.tools.conformance.contracts.memory_pool.fp8_pool import (
+    IN_TYPES,
+    awkward_numbers,
+    nearest_fp8,
+)
 from diptych.shared.tools.conformance.contracts.memory_pool.kv_pool import slots
-from diptych.shared.types.attention import FP8, KVScales
+from diptych.shared.types.attention import KVScales
 
 SIZE, PAGE_SIZE, NUM_LAYERS, KV_LORA_RANK, ROPE_HEAD_DIM = 16, 4, 3, 10, 6
 ROW_SIZE = KV_LORA_RANK + ROPE_HEAD_DIM
@@ -68,17 +72,17 @@ def store(impl: Any, case: Case) -> None:
 
 @contract(
     "An FP8 pool stores rows over the layer's scale, clamped and rounded; the rows given stay as they are.",
-    POOL_TYPES,
+    IN_TYPES,
 )
 def fp8_stores_quotients(impl: Any, case: Case) -> None:
     scales = [KVScales(scale, scale) for scale in (0.37, 0.02, 8.0)]
-    pool = mla_pool(impl, FP8, scales)
+    pool, stored_type = mla_pool(impl, case.pool_dtype, scales), case.pool_dtype
     expect_equal("num_bytes_per_token", pool.num_bytes_per_token, NUM_LAYERS * ROW_SIZE)
     for layer_id, (scale, _) in enumerate(scales):
-        given = awkward_numbers((3, 1, ROW_SIZE), case.dtype, scale, seed=layer_id)
+        given = awkward_numbers((3, 1, ROW_SIZE), case.dtype, scale, layer_id, stored_type)
         new = given.to(check_device())
         pool.store(layer_id, slots(9, 4, 19), new, torch.full_like(new[..., :KV_LORA_RANK], torch.nan))
-        expected = nearest_fp8((given.to(torch.float32) / scale).to(torch.float64))
+        expected = nearest_fp8((given.to(torch.float32) / scale).to(torch.float64), stored_type)
         stored = pool.k_buffer(layer_id).to(torch.float64)[slots(9, 4, 19)].cpu()
         expect_equal(f"rows of layer {layer_id}", stored, expected)
         expect_equal("rows as given", new.cpu(), given)
