@@ -36,7 +36,13 @@ def read_config(folder: str | Path) -> ModelConfig:
     `ValueError` as `parse_config` does."""
     folder = Path(folder)
     path = config_path(folder)
-    config = parse_config(read_json(path), str(path))
+    values = read_json(path)
+    older = folder / "hf_quant_config.json"  # of ModelOpt, before it wrote into config.json
+    if "quantization_config" not in values and older.is_file():
+        settings = Fields(read_json(older), str(older)).raw("quantization", "an object")
+        settings = {"quant_method": "modelopt", **Fields(settings, str(older)).values}
+        values = {**values, "quantization_config": settings}
+    config = parse_config(values, str(path))
     path = folder / "generation_config.json"
     if path.is_file():
         eos_token_ids = Fields(read_json(path), str(path)).token_ids("eos_token_id")

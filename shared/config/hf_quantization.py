@@ -1,5 +1,5 @@
 """Reads the quantization_config of a config.json: FP8 of DeepSeek and Qwen3, compressed-tensors, torchao,
-GPTQ, AWQ."""
+GPTQ, AWQ, MXFP4 of GPT-OSS, NVFP4 of ModelOpt."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from diptych.shared.config.fields import Fields
 from diptych.shared.config.quant_config import ALL_LINEAR, REGEX, QuantConfig
-from diptych.shared.types.quant_scheme import MXFP4_GROUP, QuantScheme
+from diptych.shared.types.quant_scheme import MXFP4_GROUP, NVFP4_GROUP, QuantScheme
 
-COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+NVFP4_PACKED = "nvfp4-pack-quantized"
+COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", NVFP4_PACKED)
 
 
 def parse_quantization(values: Mapping[str, Any], where: str = "config.json") -> QuantConfig:
@@ -78,13 +79,15 @@ def _compressed_scheme(group: Fields) -> QuantScheme:
     weight_type = {"8 float": "fp8", "8 int": "int8", "4 int": "int4"}.get(f"{num_bits} {kind}")
     strategy = weights.raw("strategy", "a name", default="tensor")
     symmetric = weights.boolean("symmetric", default=True)
+    if (num_bits, kind, strategy) == (4, "float", "tensor_group"):
+        return _nvfp4_scheme(group, weights)
     actorder = weights.values.get("actorder")
     strategies = ("channel", "group") if weight_type == "int4" else ("tensor", "channel", "block")
     if weight_type is None or strategy not in strategies:
         raise ValueError(
             f"{weights.where}: {num_bits} bits of type {kind!r:.40} with strategy {strategy!r:.40}; "
-            f"supported are 8 bits float or int by tensor, channel or block, and 4 bits int by channel or "
-            f"group"
+            f"supported are 8 bits float or int by tensor, channel or block, 4 bits int by channel or "
+            f"group, and 4 bits float by tensor_group (NVFP4)"
         )
     if actorder not in (None, "weight", "static") or weights.values.get("dynamic"):
         raise ValueError(f"{weights.where}: actorder is {actorder!r:.80}; supported: null, weight and static")
@@ -100,6 +103,16 @@ def _compressed_scheme(group: Fields) -> QuantScheme:
     if group.values.get("input_activations") is None:
         return scheme
     return _with_inputs(scheme, Fields(group.values["input_activations"], f"{group.where}.input_activations"))
+
+
+def _nvfp4_scheme(group: Fields, weights: Fields) -> QuantScheme:
+    """Weights in NVFP4. Inputs that the checkpoint quantizes to 4 bits too stay as they are."""
+    _choice(group, "format", (NVFP4_PACKED,), default=NVFP4_PACKED)
+    _refuse(weights, group_size=NVFP4_GROUP, symmetric=True, dynamic=False)
+    inputs = group.values.get("input_activations")
+    if inputs is not None:
+        _refuse(Fields(inputs, f"{group.where}.input_activations"), num_bits=4, type="float")
+    return QuantScheme("nvfp4", group_size=NVFP4_GROUP)
 
 
 def _with_inputs(scheme: QuantScheme, inputs: Fields) -> QuantScheme:
@@ -161,6 +174,24 @@ def _parse_mxfp4(fields: Fields) -> QuantConfig:
     return QuantConfig("mxfp4", (("mlp.experts", scheme),), tuple(_names(fields, "modules_to_not_convert")))
 
 
+def _parse_modelopt(fields: Fields) -> QuantConfig:
+    """NVFP4 as NVIDIA's ModelOpt exports it. Names of modules that are not quantized have `*` for any
+    text."""
+    quant_algo = fields.raw("quant_algo", "NVFP4")
+    if quant_algo != "NVFP4":
+        raise ValueError(f"{fields.where}: quant_algo is {quant_algo!r:.40}; supported is NVFP4")
+    _refuse(fields, group_size=NVFP4_GROUP)
+    ignored = [*_names(fields, "ignore"), *_names(fields, "exclude_modules")]
+    scheme = QuantScheme("nvfp4", group_size=NVFP4_GROUP)
+    return QuantConfig("modelopt", ((ALL_LINEAR, scheme),), tuple(_without_stars(name) for name in ignored))
+
+
+def _without_stars(name: str) -> str:
+    if "*" not in name:
+        return name
+    return f"{REGEX}{'.*'.join(map(re.escape, name.split('*')))}$"
+
+
 _METHODS: dict[str, Callable[[Fields], QuantConfig]] = {
     "fp8": _parse_fp8,
     "compressed-tensors": _parse_compressed_tensors,
@@ -168,6 +199,8 @@ _METHODS: dict[str, Callable[[Fields], QuantConfig]] = {
     "gptq": _parse_gptq,
     "awq": _parse_awq,
     "mxfp4": _parse_mxfp4,
+    "modelopt": _parse_modelopt,
+    "modelopt_fp4": _parse_modelopt,  # as vLLM names it
 }
 
 

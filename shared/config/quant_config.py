@@ -54,6 +54,11 @@ class QuantConfig:
         ranked = sorted(found, key=lambda item: (item[0] == ALL_LINEAR, item[0].startswith(REGEX)))
         return ranked[0][1] if ranked else None
 
+    def scheme_in_memory(self, name: str) -> QuantScheme | None:
+        """The scheme of a layer behind loading; None: it is a plain one."""
+        scheme = None if name.endswith(DEQUANTIZED) else self.scheme_of(name)
+        return None if scheme is None or scheme.is_dequantized else scheme
+
     @classmethod
     def online(cls, method: str, sizes: Iterable[int]) -> QuantConfig:
         """What the flag `quantization` says, for layers with these numbers of inputs: groups of int4 are as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +68,7 @@ def load_model(
         remove_foreign(model, model_config, shards.rank, shards.size)
     with building(dtype, device):
         if model_config.quantization is not None:
+            tell_dequantized(model_config.quantization)
             with torch.device("meta"):
                 quantize_linears(model, model_config.quantization, component, shards, ranks)
         runners: Any = None
@@ -77,6 +79,17 @@ def load_model(
         if runners is not None:
             runners.prepare(model)
     return model.eval()
+
+
+def tell_dequantized(quantization: QuantConfig) -> None:
+    """Print a line for weights that are stored smaller than they are in memory."""
+    found = {str(scheme) for _, scheme in quantization.targets if scheme.is_dequantized}
+    for scheme in sorted(found):
+        print(
+            f"weights in {scheme}: no kernel multiplies them, so they are dequantized when they are loaded; "
+            "they take the memory of an unquantized model",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def local_model_config(

@@ -19,7 +19,7 @@ from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.loading.quantized_formats import pack_units
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import expected_shapes
-from diptych.shared.types.quant_scheme import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import FP4_VALUES, INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, QuantScheme
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
 
@@ -54,7 +54,7 @@ def _quantize_mxfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, to
     """blocks [out, 1, groups, 32] -> codes and exponents. The largest value of a group is 4 to 8 times its
     scale; what is beyond 6 becomes 6."""
     exponent = (torch.frexp(largest).exponent - 3).clamp(min=-MXFP4_BIAS)
-    sizes = torch.tensor(MXFP4_VALUES[:8], device=blocks.device)
+    sizes = torch.tensor(FP4_VALUES[:8], device=blocks.device)
     middles = (sizes[1:] + sizes[:-1]) / 2
     codes = torch.bucketize(torch.ldexp(blocks.abs(), -exponent), middles) + 8 * (blocks < 0)
     packed = pack_units(codes.to(torch.uint8).flatten(2).flatten(0, 1), MXFP4_GROUP)
@@ -75,7 +75,9 @@ def quantize_linears(
     for path, module in list(model.named_modules()):
         if path.endswith(DEQUANTIZED):
             continue
-        schemes = {name: config.scheme_of(_whole_name(name, first_layer)) for name in _linears(path, module)}
+        schemes = {
+            name: config.scheme_in_memory(_whole_name(name, first_layer)) for name in _linears(path, module)
+        }
         distinct = set(schemes.values())
         if distinct <= {None}:
             continue
@@ -138,7 +140,7 @@ def num_weight_bytes(
     num_bytes = 0
     for name, shape in shapes.items():
         scheme = scheme_of_weight(config, name, shape)
-        if scheme is None or name.endswith(f"{DEQUANTIZED}.weight"):
+        if scheme is None or scheme.is_dequantized or name.endswith(f"{DEQUANTIZED}.weight"):
             num_bytes += math.prod(shape) * dtype.itemsize
         else:
             tensors = scheme.tensors(*shape).values()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.shared.types.quant_scheme import QuantScheme
+from diptych.shared.types.quant_scheme import NVFP4_GROUP, QuantScheme
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of 8, that each nibble of an int32 is."""
@@ -102,6 +102,8 @@ def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
             "scales": Stored("weight_scale", FLOATS, Axis(1), zeros, lambda t: t.float().T),
             "g_idx": Stored("", ("I32",), None, None, _rows, optional=True),
         }
+    if scheme.weight_type == "nvfp4":
+        return _nvfp4(storage)
     rows = None if scheme.block_rows is None else Axis(0, scheme.block_rows)
     weight = {"fp8": "F8_E4M3", "int8": "I8"}[scheme.weight_type]
     names = ("weight", "weight_scale")
@@ -118,6 +120,34 @@ def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
     if scheme.inputs == "static":
         found["input_scale"] = Stored("input_scale", FLOATS, None, None, _rows)
     return found
+
+
+def _nvfp4(storage: str) -> dict[str, Stored]:
+    """A layer in NVFP4. compressed-tensors stores the divisor of the scales, ModelOpt their factor. The scale
+    of inputs is checked and not used: inputs stay as they are."""
+    scales = Stored("weight_scale", ("F8_E4M3",), Axis(0), Axis(1, NVFP4_GROUP), _rows)
+    if storage == "compressed-tensors":
+        names = ("weight_packed", "weight_global_scale", "input_global_scale")
+        is_factor = False
+    else:
+        names = ("weight", "weight_scale_2", "input_scale")
+        is_factor = True
+
+    def both(tensor: torch.Tensor) -> torch.Tensor:
+        value, one = tensor.float().reshape(1, 1), torch.ones(1, 1)
+        return torch.cat((value, one) if is_factor else (one, value), dim=1)
+
+    return {
+        names[0]: Stored("weight", ("U8",), Axis(0), Axis(1, 2), _unpack_bytes),
+        "weight_scale": scales,
+        names[1]: Stored("weight_global", FLOATS, None, None, both),
+        names[2]: Stored("", FLOATS, None, None, _rows, optional=True),
+    }
+
+
+def _unpack_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, n] -> [rows, 2n] of 4 bits each, the low half of a byte first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def unpack(packed: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:

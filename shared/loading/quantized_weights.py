@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diptych.shared.config import ModelConfig
-from diptych.shared.config.quant_config import DEQUANTIZED
 from diptych.shared.loading.quantize import quantize_weight, scheme_of_weight
 from diptych.shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
 from diptych.shared.loading.safetensors_file import TensorInfo
@@ -188,10 +187,10 @@ def _in_memory(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_bad(entry: Entry, tensor: torch.Tensor) -> None:
     path, name = entry.info.path, entry.name
-    if entry.stored.target in ("weight_scale", "input_scale"):
+    if entry.stored.target in ("weight_scale", "input_scale", "weight_global"):
         if not bool((tensor.isfinite() & (tensor >= 0)).all()):
             raise ValueError(f"{path}: {name} has scales that are negative, NaN or infinite")
-        if entry.stored.target == "input_scale" and not bool((tensor > 0).all()):
+        if entry.stored.target != "weight_scale" and not bool((tensor > 0).all()):
             raise ValueError(f"{path}: {name} is 0; it must be positive")
     elif entry.stored.target == "weight_zero" and entry.layer.scheme.symmetric:
         if tensor.unique().tolist() not in ([INT4_ZERO - 1], [INT4_ZERO]):
@@ -213,6 +212,9 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
     elif entry.name.endswith("zero_point"):
         if bool(tensor.float().any()):
             raise ValueError(f"{where} is not 0, but {scheme.weight_type} values are symmetric")
+    elif entry.name.endswith(("input_global_scale", "input_scale")):
+        if not bool((tensor > 0).all() and tensor.isfinite().all()):
+            raise ValueError(f"{where} is {tensor.tolist()}; a scale is a finite number above 0")
     else:  # g_idx: the group of each input
         groups = torch.arange(layer.size, dtype=tensor.dtype) // scheme.unit(layer.size)
         if not torch.equal(tensor, groups):
@@ -222,15 +224,16 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
             )
 
 
-def dequantize_some(weights: Weights, config: ModelConfig) -> Weights:
+def dequantize_some(weights: Weights, config: ModelConfig, shards: Shards | None) -> Weights:
     """Dequantize the layers that are dequantized when loaded; yields their weights in place of the quantized
     tensors."""
-    schemes = {layer.scheme for name, layer in quantized_layers(config).items() if name.endswith(DEQUANTIZED)}
-    if len(schemes) > 1:
-        different = ", ".join(map(str, schemes))
-        raise ValueError(f"the layers {DEQUANTIZED[1:]} have different quantization: {different}")
-    scheme = next(iter(schemes), None)
-    return dequantized(weights, lambda name: scheme if name.endswith(DEQUANTIZED) else None)
+    assert config.quantization is not None
+    schemes: dict[str, QuantScheme] = {}
+    for name, layer in quantized_layers(config).items():
+        if config.quantization.scheme_in_memory(name) is None:
+            local = [name] if shards is None else shards.local_names(name)
+            schemes |= dict.fromkeys(local, layer.scheme)
+    return dequantized(weights, schemes.get)
 
 
 def dequantized(weights: Weights, scheme_of: Callable[[str], QuantScheme | None]) -> Weights:
@@ -245,8 +248,14 @@ def dequantized(weights: Weights, scheme_of: Callable[[str], QuantScheme | None]
             continue
         tensors = found.setdefault(module, {})
         tensors[suffix] = tensor
-        if {"weight", "weight_scale"} <= tensors.keys() and ("weight_zero" in tensors or scheme.symmetric):
+        needed = {"weight", "weight_scale"}
+        needed |= {"weight_global"} if scheme.weight_type == "nvfp4" else set()
+        needed |= set() if scheme.symmetric else {"weight_zero"}
+        if needed <= tensors.keys():
             scale, zero = tensors.pop("weight_scale"), tensors.get("weight_zero")
+            if "weight_global" in tensors:
+                factor, divisor = tensors.pop("weight_global").split(1, dim=1)
+                scale = scale * factor / divisor
             yield f"{module}.weight", dequantize(tensors.pop("weight"), scale, zero, scheme)
 
 

@@ -88,7 +88,7 @@ def iterate_weights(
         plain_bytes = sum(info.num_bytes for info in tensors.values())
         num_bytes = plain_bytes + sum(entry.info.num_bytes for entry in entries)
         quantized = dequantize_some(
-            read_quantized(entries, shards, _later(on_progress, plain_bytes, num_bytes)), config
+            read_quantized(entries, shards, _later(on_progress, plain_bytes, num_bytes)), config, shards
         )
         on_progress = _later(on_progress, 0, num_bytes)
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, config)]

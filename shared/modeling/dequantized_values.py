@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.shared.interfaces.collectives import Collectives
-from diptych.shared.types.quant_scheme import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import FP4_VALUES, INT4_ZERO, MXFP4_BIAS, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127
@@ -24,8 +24,10 @@ def dequantize(
     bytes_of_groups = weight.unflatten(-1, (scale.shape[-1], -1))
     q = torch.cat((bytes_of_groups & 15, bytes_of_groups >> 4), dim=-1)
     if scheme.weight_type == "mxfp4":
-        values = torch.tensor(MXFP4_VALUES, device=q.device)[q.int()]
+        values = torch.tensor(FP4_VALUES, device=q.device)[q.int()]
         return torch.ldexp(values, scale[..., None].int() - MXFP4_BIAS).flatten(-2)
+    if scheme.weight_type == "nvfp4":  # `scale`: that of the layer included
+        return (torch.tensor(FP4_VALUES, device=q.device)[q.int()] * scale[..., None]).flatten(-2)
     zeros = INT4_ZERO if zero is None else zero[..., None].to(torch.float32)
     return ((q.to(torch.float32) - zeros) * scale[..., None]).flatten(-2)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-WeightType = Literal["fp8", "int8", "int4", "mxfp4"]
+WeightType = Literal["fp8", "int8", "int4", "mxfp4", "nvfp4"]
 InputScales = Literal["none", "static", "token", "group"]
 
 STORED = {
@@ -15,13 +15,15 @@ STORED = {
     "int8": torch.int8,
     "int4": torch.uint8,
     "mxfp4": torch.uint8,
+    "nvfp4": torch.uint8,
 }
 INT4_ZERO = 8
 """The zero point of symmetric int4."""
 MXFP4_GROUP = 32
 MXFP4_BIAS = 127
 """The scale of a group of inputs is 2 ** (stored - 127)."""
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NVFP4_GROUP = 16
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the codes 0 to 15 stand for: 1 bit of sign, 2 of exponent, 1 of mantissa."""
 
 
@@ -30,8 +32,10 @@ class QuantScheme:
     """weight[n, k] = (q[n, k] - zero) * scale, where some outputs n and inputs k share a scale.
 
     fp8 is e4m3 and int8 is signed; both have no zero point. int4 is 0 to 15; symmetric means that the zero
-    point is 8, otherwise each scale has its own. mxfp4 is a code of `MXFP4_VALUES`, and each group of 32
-    inputs has a power of two as scale, stored as its exponent. The inputs of fp8 and int8 may be quantized
+    point is 8, otherwise each scale has its own. mxfp4 is a code of `FP4_VALUES`, and each group of 32
+    inputs has a power of two as scale, stored as its exponent. nvfp4 has the same codes, a scale in e4m3 for
+    each group of 16 inputs, and one in float32 for the layer; no kernel multiplies it (`is_dequantized`). The
+    inputs of fp8 and int8 may be quantized
     too, to the type of the weight: with one scale for each token ("token"), for `group_size` successive
     inputs of a token ("group"), or for all tokens ("static": the checkpoint has it). "none": the weight
     alone is quantized.
@@ -48,6 +52,8 @@ class QuantScheme:
             raise ValueError(f"{self.weight_type} weights have inputs=none, got {self.inputs}")
         if self.weight_type == "mxfp4" and (self.block_rows, self.group_size) != (1, MXFP4_GROUP):
             raise ValueError(f"mxfp4 weights have block_rows=1 and group_size={MXFP4_GROUP}")
+        if self.weight_type == "nvfp4" and (self.block_rows, self.group_size) != (1, NVFP4_GROUP):
+            raise ValueError(f"nvfp4 weights have block_rows=1 and group_size={NVFP4_GROUP}")
         if self.weight_type != "int4" and not self.symmetric:
             raise ValueError(f"{self.weight_type} weights are symmetric")
         if self.inputs == "group" and self.group_size is None:
@@ -56,7 +62,12 @@ class QuantScheme:
     @property
     def is_packed(self) -> bool:
         """Two values in a byte."""
-        return self.weight_type in ("int4", "mxfp4")
+        return self.weight_type in ("int4", "mxfp4", "nvfp4")
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Layers become plain ones when they are loaded."""
+        return self.weight_type == "nvfp4"
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size is None else -(-in_features // self.group_size)
@@ -75,6 +86,8 @@ class QuantScheme:
             "weight": ((out_features, num_columns), STORED[self.weight_type]),
             "weight_scale": (groups, scale),
         }
+        if self.weight_type == "nvfp4":  # a factor of the scales, and a divisor
+            found["weight_global"] = ((out_features, 2), torch.float32)
         if not self.symmetric:
             found["weight_zero"] = (groups, torch.uint8)
         if self.inputs == "static":

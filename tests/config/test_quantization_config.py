@@ -23,6 +23,8 @@ def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more:
     }
 
 
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True, "group_size": 16}
+NVFP4_SCHEME = QuantScheme("nvfp4", group_size=16)
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
@@ -70,6 +72,8 @@ TORCHAO = {
         (TORCHAO, "torchao", QuantScheme("fp8", inputs="token")),
         (GPTQ, "gptq", QuantScheme("int4", group_size=128)),
         (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, "gptq_v2", QuantScheme("int4")),
+        (group(NVFP4, format="nvfp4-pack-quantized"), "compressed-tensors", NVFP4_SCHEME),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", NVFP4_SCHEME),
         (AWQ | {"version": "GEMM"}, "awq", QuantScheme("int4", group_size=128, symmetric=False)),
     ],
 )
@@ -105,6 +109,8 @@ def test_targets_and_ignored_names() -> None:
         (group(FP8) | {"ignore": []}, "ignore does not name lm_head"),
         (group(FP8) | {"sparsity_config": {"format": "marlin"}}, "sparsity_config is not supported"),
         (group(FP8) | {"ignore": ["re:*"]}, "ignore has 're:.*nothing to repeat"),
+        (group(NVFP4 | {"group_size": 32}, format="nvfp4-pack-quantized"), "group_size is 32; .* is 16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8'; supported is NVFP4"),
         (GPTQ | {"bits": 3}, "bits is 3; supported is 4"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'"),

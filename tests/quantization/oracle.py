@@ -73,6 +73,15 @@ def _set_scales(layer: nn.Linear) -> None:
         parts, dims = weight, None
     elif args.strategy == "channel":
         parts, dims = weight, (1,)
+    elif args.strategy == "tensor_group":
+        parts, dims = weight.unflatten(1, (-1, args.group_size)), (2,)
+        divisor = 448.0 * 6.0 / weight.abs().max()
+        layer.weight_global_scale.data.copy_(divisor.reshape(layer.weight_global_scale.shape))
+        if scheme.input_activations is not None:
+            layer.input_global_scale.data.fill_(100.0)
+        scale = (divisor * parts.abs().amax(dims) / 6.0).to(torch.float8_e4m3fn)
+        layer.weight_scale.data.copy_(scale.to(layer.weight_scale.dtype))
+        return
     elif args.strategy == "group":
         parts, dims = weight.unflatten(1, (-1, args.group_size)), (2,)
     else:
