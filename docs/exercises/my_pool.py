@@ -16,7 +16,7 @@ import torch
 
 from diptych.shared.interfaces import memory_pool as interface
 from diptych.shared.modeling.kv_pool import to_fp8
-from diptych.shared.types.attention import FP8_TYPES, KVScales  # noqa: F401
+from diptych.shared.types.attention import FP8_TYPES, KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
