@@ -194,7 +194,7 @@ def dummy_weights(
     `shards`: the parts of one rank, cut from the same tensors."""
     if config.quantization is not None:
         whole = dummy_weights(replace(config, quantization=None), seed, device)
-        yield from dequantize_some(quantize_while_reading(whole, config, device, shards), config)
+        yield from dequantize_some(quantize_while_reading(whole, config, device, shards), config, shards)
         return
     for name, tensor in dummy_tensors(expected_shapes(config), config.dtype, seed, device):
         if shards is None:

@@ -18,7 +18,7 @@ from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.modeling.dequantized_values import dequantize
 from diptych.shared.parallel.expert_map import in_order
-from diptych.shared.types.quant_scheme import MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import FP4_VALUES, QuantScheme
 
 SCHEME = QuantScheme("mxfp4", group_size=32)
 EXPERTS = "model.layers.{}.mlp.experts"
@@ -147,7 +147,7 @@ def test_rounding_is_to_the_nearest_value() -> None:
     parts = quantize_weight(weight, SCHEME)
     rounded = dequantize(parts["weight"], parts["weight_scale"], None, SCHEME)
     scale = torch.ldexp(torch.ones(()), parts["weight_scale"].int() - 127).repeat_interleave(32, 1)
-    distances = (weight[..., None] / scale[..., None] - torch.tensor(MXFP4_VALUES)).abs()
+    distances = (weight[..., None] / scale[..., None] - torch.tensor(FP4_VALUES)).abs()
     assert torch.allclose((weight - rounded).abs() / scale, distances.amin(-1), atol=1e-6)
     assert torch.equal(dequantize(**_kwargs(quantize_weight(rounded, SCHEME))), rounded)
 

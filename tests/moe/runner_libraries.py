@@ -16,7 +16,7 @@ import torch
 
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.contracts.moe.experts import experts64
-from diptych.shared.types.quant_scheme import MXFP4_VALUES
+from diptych.shared.types.quant_scheme import FP4_VALUES
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
@@ -91,7 +91,7 @@ def mxfp4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """[..., in / 2] with two successive inputs in a byte, and [..., in / 32] -> [..., in]"""
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).int()
     return torch.ldexp(
-        torch.tensor(MXFP4_VALUES, device=codes.device)[codes], scale.repeat_interleave(32, -1).int() - 127
+        torch.tensor(FP4_VALUES, device=codes.device)[codes], scale.repeat_interleave(32, -1).int() - 127
     )
 
 

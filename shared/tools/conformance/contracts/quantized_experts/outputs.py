@@ -28,7 +28,7 @@ from diptych.shared.tools.conformance.contracts.quantization.linear import (
     expected_weight,
 )
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types.quant_scheme import MXFP4_VALUES, QuantScheme
+from diptych.shared.types.quant_scheme import FP4_VALUES, QuantScheme
 
 KINDS = {
     **{name: scheme for name, scheme in SCHEMES.items() if scheme.inputs != "static"},
@@ -117,7 +117,7 @@ def _mxfp4_weight(layer: Any) -> torch.Tensor:
     k = torch.arange(layer.in_features, device=layer.weight.device)
     column = layer.weight[:, k // 32 * 16 + k % 16].to(torch.int64)
     code = torch.where(k % 32 < 16, column % 16, column // 16)
-    values = torch.tensor(MXFP4_VALUES, dtype=torch.float64, device=code.device)[code]
+    values = torch.tensor(FP4_VALUES, dtype=torch.float64, device=code.device)[code]
     return values * 2.0 ** (layer.weight_scale[:, k // 32].double() - 127)
 
 
