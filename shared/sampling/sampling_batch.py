@@ -51,7 +51,7 @@ def make_sampling_batch_info(
         req.needs_output or p.changes_logits or p.needs_penalty for req, p in zip(reqs, params)
     )
     adjustments: dict[str, Any] = {}
-    if any(_is_sequential(p) for p in params):
+    if any(p.filter_order == "sequential" for p in params):
         adjustments["is_sequential"] = _on([_is_sequential(p) for p in params], device).to(torch.bool)
     if adjusts_logits:
         adjustments["logit_bias"] = _logit_bias(reqs, vocab_size, device)
