@@ -183,7 +183,7 @@ uvicorn.Server(config).run(sockets=[listener])
 """
 
 
-@pytest.mark.parametrize("hard_limit", [256, 4096])
+@pytest.mark.parametrize("hard_limit", [256, pytest.param(4096, marks=pytest.mark.full)])
 def test_more_idle_connections_than_files(hard_limit: int) -> None:
     """A server of 256 files that may have more, or may not, and 350 idle connections."""
     raise_file_limit()
