@@ -354,11 +354,7 @@ class Round:
         assert code == expected, f"{server.name} has ended with {code} instead of {expected}"
 
     def check_nothing_left(self) -> None:
-        def names() -> list[str]:
-            return [" ".join(process.cmdline()) for process in marked(self.mark)]
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            _until("every process ends", END_SECONDS, lambda: not names())
+        _until("every process ends", END_SECONDS, lambda: not marked(self.mark))
 
 
 def _is_ready(server: Server) -> bool:
