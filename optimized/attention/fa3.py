@@ -32,7 +32,6 @@ class FA3Attention(FlashInferAttention):
     def _check_pool_dtype(self, dtype: torch.dtype) -> None:
         if dtype in FP8_TYPES:
             raise ValueError(
-                "kv_cache_dtype: FA3Attention supports auto; attention=flashinfer and "
-                "attention=triton read FP8"
+                f"FA3Attention supports kv_cache_dtype=auto, not a pool of {dtype}; attention=triton does"
             )
         super()._check_pool_dtype(dtype)

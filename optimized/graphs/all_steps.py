@@ -43,11 +43,10 @@ class AllSteps:
             return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results)
 
         self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device))
-        self.trees = [  # for each number of nodes, the most first
-            VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device)
+        self.verify = [  # for each number of nodes, the most first
+            over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
-        self.verify = [over(buffers) for buffers in self.trees]
         tokens = TokenBuffers(captured_token_counts(config, model.config), model, self.device)
         self.prefill = [ExtendSteps(model, attention, kv_pool, tokens, num_logprob_rows)]
         if config.enable_mixed_chunk and attention.supports_ragged_graphs:
@@ -63,9 +62,8 @@ class AllSteps:
         num_tokens = max(self.prefill[0].tokens.sizes, default=0)
         yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
         yield from decode_batches(config, self.decode.max_bs, self.device)
-        for steps, buffers in zip(self.verify, self.trees):
-            has_mask = buffers.tree_mask is not None
-            yield from verify_batches(config, steps.max_bs, buffers.num_nodes, has_mask, self.device)
+        for steps in self.verify:
+            yield from verify_batches(config, steps.max_bs, steps.buffers, self.device)
 
     def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
         """Launch what graphs contain, or would contain, in `compile_ahead`."""

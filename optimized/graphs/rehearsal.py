@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from diptych.optimized.graphs.decode_graph import captured_batch_sizes
+from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
+from diptych.optimized.graphs.verify_graph import VerifyBuffers
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.modeling.forward import attention_output
@@ -76,11 +77,15 @@ def decode_batches(config: EngineConfig, num_captured: int, device: torch.device
 
 
 def verify_batches(
-    config: EngineConfig, num_captured: int, num_nodes: int, has_mask: bool, device: torch.device
+    config: EngineConfig, num_captured: int, like: DecodeBuffers | VerifyBuffers, device: torch.device
 ) -> Iterator[ForwardBatch]:
-    """Verify steps of more requests than are captured."""
+    """Verify steps of more requests than are captured, with trees as in these buffers."""
+    assert isinstance(like, VerifyBuffers)
+    num_nodes = like.num_nodes
     for size in _sizes_beyond(config, num_captured):
-        mask = torch.ones(size, num_nodes, num_nodes, dtype=torch.bool, device=device) if has_mask else None
+        mask = None
+        if like.tree_mask is not None:
+            mask = torch.ones(size, num_nodes, num_nodes, dtype=torch.bool, device=device)
         trees = prompts([num_nodes] * size, device)
         yield replace(trees, forward_mode=ForwardMode.TARGET_VERIFY, tree_mask=mask)
 

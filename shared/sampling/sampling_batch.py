@@ -52,7 +52,9 @@ def make_sampling_batch_info(
     )
     adjustments: dict[str, Any] = {}
     if any(p.filter_order == "sequential" for p in params):
-        adjustments["is_sequential"] = _on([_is_sequential(p) for p in params], device).to(torch.bool)
+        is_sequential = [_is_sequential(p) for p in params]
+        if any(is_sequential):
+            adjustments["is_sequential"] = _on(is_sequential, device).to(torch.bool)
     if adjusts_logits:
         adjustments["logit_bias"] = _logit_bias(reqs, vocab_size, device)
         adjustments["banned"] = banned_tokens(reqs, num_outputs, vocab_size, device, reads_texts)
