@@ -5,14 +5,16 @@ keys K, values V, the state S before the chunk, and the decay D[i, j] between tw
 
     (I + A) d = diag(beta) (V - diag(exp G) K S),   A = tril(diag(beta) (K Kᵀ) * D, -1)
 
-So d = U - W S, where U and W do not depend on S. The first kernel computes them for all chunks at once, the
-second one goes from chunk to chunk with S. (Yang et al., arXiv 2406.06484, 2412.06464.)
+So d = U - W S, where U and W do not depend on S, and o = diag(exp G) Q S + (Q Kᵀ * D) d. The first kernel
+computes U, W and Q Kᵀ * D for all chunks at once, the second one goes from chunk to chunk with S (Yang et
+al., arXiv 2406.06484, 2412.06464).
 
 Roofline bound: for long prompts the num_tokens / 64 dependent steps of the second kernel; its GEMMs are a
 few percent of the model's.
 
 Shape: the first kernel has a CTA for each chunk and value head, the second for each request, value head
-and block of columns of the state.
+and block of columns of the state. A warp keeps its whole second operand of an MMA in registers, so operands
+come in blocks of columns, and q and k are divided by their lengths behind the MMAs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.recurrence.delta_rule import unit
 from diptych.optimized.kernels.recurrence.step_tables import (
     CHUNK,
     FIRST_CHUNK,
@@ -35,57 +36,86 @@ from diptych.shared.config.model import LinearAttentionConfig
 
 
 @triton.jit
-def _decay(G, rows, L: tl.constexpr):
-    """D[i, j] = exp(G[i] - G[j]) for i >= j, else 0. The mask comes before exp, which could overflow."""
-    G_j = tl.sum(tl.where(rows[:, None] == rows[None, :], G[:, None], 0.0), axis=0)
-    return tl.exp(tl.where(rows[:, None] >= rows[None, :], G[:, None] - G_j[None, :], float("-inf")))
+def _inverse_length(squares):
+    """Of a vector with this sum of squares."""
+    return tl.rsqrt(squares + 1e-6)
+
+
+@triton.jit
+def _as_columns(x, rows):
+    """x by row -> x by column."""
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], x[:, None], 0.0), axis=0)
 
 
 @triton.jit
 def _chunk_writes_kernel(
-    c_ptr, g_ptr, beta_ptr, u_ptr, w_ptr, decay_ptr, chunks_ptr,
+    c_ptr, g_ptr, beta_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, chunks_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L: tl.constexpr,
+    BLOCK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     chunk_ptr = chunks_ptr + 3 * tl.program_id(0)
     first, num_tokens = tl.load(chunk_ptr), tl.load(chunk_ptr + 1)
-    rows, k_offs, v_offs = tl.arange(0, L), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    is_there = rows < num_tokens
-    k_mask, v_mask = is_there[:, None] & (k_offs < K)[None, :], is_there[:, None] & (v_offs < V)[None, :]
+    rows, columns, is_there = tl.arange(0, L), tl.arange(0, BLOCK), tl.arange(0, L) < num_tokens
     k_size: tl.constexpr = HEADS // GROUP * K
-    tokens = first + rows
-    c_rows = c_ptr + tokens[:, None] * (2 * k_size + HEADS * V)
-    k = unit(tl.load(c_rows + k_size + head // GROUP * K + k_offs[None, :], mask=k_mask, other=0.0), 1)
-    v = tl.load(c_rows + 2 * k_size + head * V + v_offs[None, :], mask=v_mask, other=0.0)
-    g = tl.load(g_ptr + tokens * HEADS + head, mask=is_there, other=0.0)
+    stride: tl.constexpr = 2 * k_size + HEADS * V
+    tile = rows[:, None] * stride + columns[None, :]
+    q_ptr = c_ptr + first * stride + head // GROUP * K
+    k_ptr, v_ptr = q_ptr + k_size, c_ptr + first * stride + 2 * k_size + head * V
+    heads = first * HEADS + head
+    g = tl.load(g_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
+    beta = tl.load(beta_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
     G = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), axis=1)  # running sums
-    beta = tl.load(beta_ptr + tokens * HEADS + head, mask=is_there, other=0.0)
+    tl.store(decay_ptr + heads + rows * HEADS, G, mask=is_there)
+    # The mask comes before exp, which could overflow.
+    D = G[:, None] - _as_columns(G, rows)[None, :]
+    D = tl.exp(tl.where(rows[:, None] >= rows[None, :], D, float("-inf")))
 
-    A = tl.dot(k, tl.trans(k), input_precision="ieee") * beta[:, None] * _decay(G, rows, L)
+    A, scores = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
+    q_squares, k_squares = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+    for at in range(0, K, BLOCK):
+        mask = is_there[:, None] & (at + columns < K)[None, :]
+        q = tl.load(q_ptr + at + tile, mask=mask, other=0.0)
+        k = tl.load(k_ptr + at + tile, mask=mask, other=0.0)
+        q_squares += tl.sum(q * q, axis=1)
+        k_squares += tl.sum(k * k, axis=1)
+        A += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k_unit, q_unit = _inverse_length(k_squares), _inverse_length(q_squares) * scale
+    D *= _as_columns(k_unit, rows)[None, :]
+    scores *= D * q_unit[:, None]
+    scores_ptr += (tl.program_id(0).to(tl.int64) * HEADS + head) * (L * L)
+    tl.store(scores_ptr + rows[:, None] * L + rows[None, :], scores)
+    A *= D * (beta * k_unit)[:, None]
+
     # --8<-- [start:chunk-inverse]
-    # T = (I + A)^-1 row by row: row i of T - I is -A[i] T, which needs the rows above it.
-    T = tl.where(rows[:, None] > rows[None, :], -A, 0.0)
-    columns = tl.trans(T)
-    for i in range(1, num_tokens):
-        row = tl.sum(tl.where(rows[None, :] == i, columns, 0.0), axis=1)
-        T += tl.where(rows[:, None] == i, tl.sum(row[:, None] * T, axis=0)[None, :], 0.0)
-    T += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    # T = (I + A)^-1 of ever larger blocks: that of ((P, 0), (R, Q)) has -Q^-1 R P^-1 below its diagonal. No
+    # number on the way is larger than those of the result.
+    T = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    for level in range(LEVELS):  # blocks of 2 ** level rows become blocks of twice as many
+        i, j = rows[:, None] >> level, rows[None, :] >> level
+        R = tl.where((i == j + 1) & (j % 2 == 0), A, 0.0)
+        T -= tl.dot(T, tl.dot(R, T, input_precision="tf32x3"), input_precision="tf32x3")
     # --8<-- [end:chunk-inverse]
 
-    U = tl.dot(T, beta[:, None] * v, input_precision="ieee")
-    W = tl.dot(T, (beta * tl.exp(G))[:, None] * k, input_precision="ieee")
-    heads = tokens * HEADS + head
-    tl.store(u_ptr + heads[:, None] * V + v_offs[None, :], U, mask=v_mask)
-    tl.store(w_ptr + heads[:, None] * K + k_offs[None, :], W, mask=k_mask)
-    tl.store(decay_ptr + heads, G, mask=is_there)
+    reads = beta * k_unit * tl.exp(G)
+    for at in range(0, K, BLOCK):
+        mask = is_there[:, None] & (at + columns < K)[None, :]
+        k = tl.load(k_ptr + at + tile, mask=mask, other=0.0)
+        W = tl.dot(T, reads[:, None] * k, input_precision=PRECISION)
+        tl.store(w_ptr + heads * K + at + rows[:, None] * (HEADS * K) + columns[None, :], W, mask=mask)
+    for at in range(0, V, BLOCK):
+        mask = is_there[:, None] & (at + columns < V)[None, :]
+        v = tl.load(v_ptr + at + tile, mask=mask, other=0.0)
+        U = tl.dot(T, beta[:, None] * v, input_precision=PRECISION)
+        tl.store(u_ptr + heads * V + at + rows[:, None] * (HEADS * V) + columns[None, :], U, mask=mask)
 
 
 @triton.jit
 def _chunk_scan_kernel(
-    c_ptr, u_ptr, w_ptr, decay_ptr, o_ptr, states_ptr, order_ptr, requests_ptr, chunks_ptr, scale,
+    c_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, o_ptr, states_ptr, order_ptr, requests_ptr, chunks_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     rows, k_offs = tl.arange(0, L), tl.arange(0, BLOCK_K)
@@ -97,30 +127,34 @@ def _chunk_scan_kernel(
     )
     row_ptr = states_ptr + tl.load(request + ROW) * (HEADS * K * V)
     k_size: tl.constexpr = HEADS // GROUP * K
+    stride: tl.constexpr = 2 * k_size + HEADS * V
+    k_tile = rows[:, None] * stride + k_offs[None, :]
+    w_tile = rows[:, None] * (HEADS * K) + k_offs[None, :]
+    v_tile = rows[:, None] * (HEADS * V) + v_offs[None, :]
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if tl.load(request + IS_FIRST) == 0:
         state = tl.load(row_ptr + tile, mask=mask, other=0.0)
     for chunk in range(tl.load(request + FIRST_CHUNK), tl.load(request + LAST_CHUNK)):
         first, num_tokens = tl.load(chunks_ptr + 3 * chunk), tl.load(chunks_ptr + 3 * chunk + 1)
-        is_there, tokens = rows < num_tokens, first + rows
+        is_there, heads = rows < num_tokens, first * HEADS + head
         k_mask, v_mask = is_there[:, None] & (k_offs < K)[None, :], is_there[:, None] & (v_offs < V)[None, :]
-        c_rows = c_ptr + tokens[:, None] * (2 * k_size + HEADS * V) + head // GROUP * K + k_offs[None, :]
-        q = unit(tl.load(c_rows, mask=k_mask, other=0.0), 1) * scale
-        k = unit(tl.load(c_rows + k_size, mask=k_mask, other=0.0), 1)
-        heads = tokens * HEADS + head
-        U = tl.load(u_ptr + heads[:, None] * V + v_offs[None, :], mask=v_mask, other=0.0)
-        W = tl.load(w_ptr + heads[:, None] * K + k_offs[None, :], mask=k_mask, other=0.0)
-        G_end = tl.load(decay_ptr + (first + num_tokens - 1) * HEADS + head)
-        G = tl.load(decay_ptr + heads, mask=is_there, other=0.0)
-        G = tl.where(is_there, G, G_end)
-
-        corrections = U - tl.dot(W, state, input_precision="ieee")
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * _decay(G, rows, L)
-        o = tl.dot(q * tl.exp(G)[:, None], state, input_precision="ieee")
-        o += tl.dot(scores, corrections, input_precision="ieee")
-        tl.store(o_ptr + heads[:, None] * V + v_offs[None, :], o.to(o_ptr.dtype.element_ty), mask=v_mask)
-        kept = tl.trans(k * tl.exp(G_end - G)[:, None])
-        state = state * tl.exp(G_end) + tl.dot(kept, corrections, input_precision="ieee")
+        q_ptr = c_ptr + first * stride + head // GROUP * K
+        G_end = tl.load(decay_ptr + heads + (num_tokens - 1) * HEADS)
+        G = tl.load(decay_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
+        W = tl.load(w_ptr + heads * K + w_tile, mask=k_mask, other=0.0)
+        corrections = tl.load(u_ptr + heads * V + v_tile, mask=v_mask, other=0.0)
+        corrections -= tl.dot(W, state, input_precision=PRECISION)
+        q = tl.load(q_ptr + k_tile, mask=k_mask, other=0.0)
+        q_unit = _inverse_length(tl.sum(q * q, axis=1)) * scale * tl.exp(G)
+        o = tl.dot(q, state, input_precision=PRECISION) * q_unit[:, None]
+        scores_at = (chunk * HEADS + head) * (L * L)
+        scores = tl.load(scores_ptr + scores_at + rows[:, None] * L + rows[None, :])
+        o += tl.dot(scores, corrections, input_precision=PRECISION)
+        tl.store(o_ptr + heads * V + v_tile, o.to(o_ptr.dtype.element_ty), mask=v_mask)
+        k = tl.load(q_ptr + k_size + k_tile, mask=k_mask, other=0.0)
+        k_unit = _inverse_length(tl.sum(k * k, axis=1)) * tl.exp(G_end - G)
+        kept = tl.where(is_there, k_unit, 0.0)[:, None] * corrections
+        state = state * tl.exp(G_end) + tl.dot(tl.trans(k), kept, input_precision=PRECISION)
         checkpoint = tl.load(chunks_ptr + 3 * chunk + 2)
         if checkpoint > 0:
             tl.store(states_ptr + checkpoint * (HEADS * K * V) + tile, state, mask=mask)
@@ -140,24 +174,25 @@ def delta_chunks(
     num_long = steps.num_requests - steps.num_single
     if not num_long:
         return
-    heads, v_dim = config.num_v_heads, config.v_head_dim
-    writes = torch.empty(len(c), heads, v_dim, dtype=torch.float32, device=c.device)
-    reads = torch.empty(len(c), heads, config.k_head_dim, dtype=torch.float32, device=c.device)
+    heads, k_dim, v_dim = config.num_v_heads, config.k_head_dim, config.v_head_dim
     sizes = {
         "HEADS": heads,
         "GROUP": heads // config.num_k_heads,
-        "K": config.k_head_dim,
+        "K": k_dim,
         "V": v_dim,
-        "BLOCK_K": max(triton.next_power_of_2(config.k_head_dim), 16),
         "L": CHUNK,
+        # tf32 rounds less than an o of 16 bits; three of its products are nearly exact in float32.
+        "PRECISION": "tf32x3" if o.dtype == torch.float32 else "tf32",
     }
-    block_v = max(triton.next_power_of_2(v_dim), 16)
-    decay = torch.empty_like(g)
+    writes, reads = c.new_empty(len(c), heads, v_dim), c.new_empty(len(c), heads, k_dim)
+    scores, decay = c.new_empty(steps.num_chunks, heads, CHUNK, CHUNK), torch.empty_like(g)
+    scale, block_v = k_dim**-0.5, min(max(triton.next_power_of_2(v_dim), 16), 32)
     _chunk_writes_kernel[(steps.num_chunks, heads)](
-        c, g, beta, writes, reads, decay, steps.chunks, BLOCK_V=block_v, **sizes
-    )
-    block_v = min(block_v, 32)
+        c, g, beta, writes, reads, scores, decay, steps.chunks, scale,
+        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_stages=2, **sizes,
+    )  # fmt: skip
     _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
-        c, writes, reads, decay, o, states, steps.order[steps.num_single :], steps.requests, steps.chunks,
-        config.k_head_dim**-0.5, BLOCK_V=block_v, num_stages=1, **sizes,  # more do not fit a small GPU
+        c, writes, reads, scores, decay, o, states, steps.order[steps.num_single :], steps.requests,
+        steps.chunks, scale, BLOCK_K=max(triton.next_power_of_2(k_dim), 16), BLOCK_V=block_v,
+        num_warps=8, num_stages=1, **sizes,
     )  # fmt: skip
