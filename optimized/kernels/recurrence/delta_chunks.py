@@ -37,7 +37,7 @@ from diptych.shared.config.model import LinearAttentionConfig
 
 @triton.jit
 def _inverse_length(squares):
-    """Of a vector with this sum of squares."""
+    """1 / the length of a vector, from its sum of squares."""
     return tl.rsqrt(squares + 1e-6)
 
 
@@ -89,8 +89,8 @@ def _chunk_writes_kernel(
     A *= D * (beta * k_unit)[:, None]
 
     # --8<-- [start:chunk-inverse]
-    # T = (I + A)^-1 of ever larger blocks: that of ((P, 0), (R, Q)) has -Q^-1 R P^-1 below its diagonal. No
-    # number on the way is larger than those of the result.
+    # T = (I + A)^-1 of ever larger blocks: that of ((P, 0), (R, Q)) has -Q^-1 R P^-1 below.
+    # No number on the way is larger than those of the result.
     T = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     for level in range(LEVELS):  # blocks of 2 ** level rows become blocks of twice as many
         i, j = rows[:, None] >> level, rows[None, :] >> level
@@ -181,7 +181,7 @@ def delta_chunks(
         "K": k_dim,
         "V": v_dim,
         "L": CHUNK,
-        # tf32 rounds less than an o of 16 bits; three of its products are nearly exact in float32.
+        # tf32 rounds less than an o of 16 bits. Three multiplications in tf32 are nearly one in float32.
         "PRECISION": "tf32x3" if o.dtype == torch.float32 else "tf32",
     }
     writes, reads = c.new_empty(len(c), heads, v_dim), c.new_empty(len(c), heads, k_dim)
