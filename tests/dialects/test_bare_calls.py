@@ -67,9 +67,7 @@ def test_python(text: str, content: str, calls: list[tuple[str, dict]]) -> None:
         assert found.content == content
 
 
-@pytest.mark.parametrize(
-    "value", ["g(1)", "1+2", "1e999", "'\\ud800'", "'\\xZZ'", "{1: 2}", "[" * 40, "x", ""]
-)
+@pytest.mark.parametrize("value", ["g(1)", "'\\xZZ'", "{1: 2}", "[" * 40, ""])
 def test_what_is_no_literal_ends_the_answer(value: str) -> None:
     assert read(Pythonic(), [f"[f(a={value})] more"]).calls[0][0] == "f"
     assert read(Pythonic(), [f"[f(a={value})] more"]).content == ""

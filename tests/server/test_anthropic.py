@@ -216,6 +216,22 @@ def test_arguments_that_were_cut_off() -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 8e2786730}', {"a": "8e2786730"}),
+        ('{"a": NaN}', {"a": "NaN"}),
+        (f'{{"a": {"9" * 5000}}}', {"a": "9" * 5000}),
+        ('{"a": "x\\ud83d"}', {"a": "x?"}),
+    ],
+    ids=["float", "nan", "integer", "surrogate"],
+)
+def test_arguments_beyond_what_python_reads(text: str, found: Any) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    chunks = [chunk({"role": "assistant"}), chunk({"tool_calls": [call]}), chunk({}, "tool_calls")]
+    assert fold_message(events_of(chunks), Usage())["content"][-1]["input"] == found
+
+
 @pytest.mark.parametrize(("matched", "reason"), [("8", "stop_sequence"), (2, "end_turn"), (None, "end_turn")])
 def test_a_stop_token_is_no_stop_sequence(matched: Any, reason: str) -> None:
     events = events_of([chunk({"content": "a"}), chunk({}, "stop", matched_stop=matched)], ("8", "9"))

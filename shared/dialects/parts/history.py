@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from diptych.shared.dialects.parts.json_calls import loads
 from diptych.shared.interfaces.dialect import Dialect
 
 
@@ -71,7 +71,7 @@ def _as_object(call: dict[str, Any], index: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):

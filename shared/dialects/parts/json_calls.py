@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
+MAX_CHECKED_CHARS = 65536
+"""Reading a longer value at once would take the event loop's time."""
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 """The schema of arguments that have none."""
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -16,6 +19,28 @@ KNOWN_KEYS = (*ARGUMENT_KEYS, "name", "id", "type", "function")
 def dumps(value: Any) -> str:
     """JSON as chat templates write it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text. What Python has no number for is a text as it was written: numbers beyond a
+    float, integers of thousands of digits, NaN and Infinity. Half of a surrogate pair is "?". Raises
+    `ValueError` or `RecursionError`."""
+    value = json.loads(text, strict=False, parse_float=_float, parse_int=_int, parse_constant=str)
+    if "\\u" in text:  # half of a pair, perhaps
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def _float(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+def _int(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def json_object(schema: Any) -> dict[str, Any]:
@@ -101,7 +126,7 @@ def _raw(stream: Stream) -> Steps[str]:
 
 def _value(stream: Stream) -> Steps[Any]:
     try:
-        return json.loads((yield from _raw(stream)), strict=False)
+        return loads((yield from _raw(stream)))
     except (ValueError, RecursionError):
         raise NotACall from None
 
@@ -112,7 +137,9 @@ def _as_object(text: str) -> str:
         return text
     try:
         value = json.loads(text, strict=False)
-        inner = json.loads(value) if isinstance(value, str) else {}
+        if isinstance(value, str) and len(value) > MAX_CHECKED_CHARS:
+            return value if value.lstrip()[:1] == "{" and value.rstrip()[-1:] == "}" else text
+        inner = loads(value) if isinstance(value, str) else {}
     except (ValueError, RecursionError):
         return text
     return (value if isinstance(value, str) else "{}") if isinstance(inner, dict) else text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from typing import Any
 
@@ -21,7 +19,7 @@ ANNOTATIONS = {"title", "description", "$schema"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"\+?(-?)([0-9_]*)(\.?)([0-9_]*)([eE][+-]?[0-9]+)?")
 _CLOSING = {"[": "]", "(": ")"}
 
 
@@ -62,7 +60,7 @@ def _value(stream: Stream, depth: int) -> Steps[None]:
         word = yield from stream.word()
         if not (yield from stream.peek()):  # it may be cut
             raise NotACall
-        stream.arguments(_WORDS.get(word) or _number(word))
+        stream.arguments(_scalar(word))
 
 
 def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
@@ -105,7 +103,7 @@ def _string(stream: Stream, quote: str) -> Steps[None]:
         letter = yield from stream.peek()
         yield from stream.accept(letter)
         if letter in _NUM_DIGITS:
-            emit((yield from _code_point(stream, _NUM_DIGITS[letter])))
+            stream.arguments((yield from _code_point(stream, _NUM_DIGITS[letter])))
         elif letter:
             emit(_ESCAPES.get(letter, letter if letter in "\\'\"" else f"\\{letter}"))
     if not (yield from stream.peek()):  # behind a string comes at least a parenthesis
@@ -114,6 +112,8 @@ def _string(stream: Stream, quote: str) -> Steps[None]:
 
 
 def _code_point(stream: Stream, num_digits: int) -> Steps[str]:
+    """A character as JSON writes it. Half of a surrogate pair is written as it came: its other half may come
+    next."""
     digits = ""
     while len(digits) < num_digits:
         digit = yield from stream.peek()
@@ -122,20 +122,22 @@ def _code_point(stream: Stream, num_digits: int) -> Steps[str]:
         yield from stream.accept(digit)
         digits += digit
     code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise NotACall
-    return chr(code)
+    if 0xD800 <= code < 0xE000:
+        return f"\\u{code:04x}"
+    return dumps(chr(code) if code <= 0x10FFFF else "\ufffd")[1:-1]
 
 
-def _number(word: str) -> str:
-    if not _NUMBER.fullmatch(word) or len(word) > 400:
+def _scalar(word: str) -> str:
+    """A constant or a number, with the digits that were written; any other word is a text."""
+    parts = _NUMBER.fullmatch(word)
+    if not word:
         raise NotACall
-    digits = word.removeprefix("+")
-    if digits.lstrip("-").isdigit():
-        return str(int(digits))
-    if not math.isfinite(float(digits)):
-        raise NotACall
-    return json.dumps(float(digits))
+    if word in _WORDS or parts is None or not parts[2] + parts[4]:
+        return _WORDS.get(word) or dumps(word)
+    sign, whole, point, fraction, exponent = parts.groups("")
+    digits = whole.replace("_", "").lstrip("0") or "0"
+    fraction = fraction.replace("_", "") or "0"
+    return f"{sign}{digits}{point and point + fraction}{exponent}"
 
 
 def keywords_format(schema: Any) -> dict[str, Any]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from diptych.shared.dialects.parts.json_calls import dumps
+from diptych.shared.dialects.parts.json_calls import MAX_CHECKED_CHARS, dumps
 from diptych.shared.interfaces.dialect import Steps, Stream
 
-MAX_CHECKED_CHARS = 65536
-"""A longer object or array is taken as it is: reading it would take the event loop's time."""
 _CONTAINERS = {"{": "object", "[": "array"}
 
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_NUMBER = re.compile(rf"{_INTEGER.pattern}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_MAX_EXPONENT = 400
+"""Of an integer that is written out."""
 _OF_VALUE = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
@@ -41,26 +43,32 @@ def read_value(stream: Stream, types: frozenset[str], end: str) -> Steps[None]:
         yield from read_text(stream, end, strips_newlines=True)
         return
     parts: list[str] = []
-    num_chars, is_passed_on = 0, None
+    num_chars, form = 0, ""
 
     def emit(text: str) -> None:
-        """A long object or array streams as it is, but for the last newline."""
-        nonlocal num_chars, is_passed_on
+        """A long value streams unchecked, but for the last newline: an object or array as it is, else as a
+        text."""
+        nonlocal num_chars, form
         parts.append(text)
         num_chars += len(text)
-        if num_chars > MAX_CHECKED_CHARS and is_passed_on is None:
-            parts[:] = ["".join(parts).removeprefix("\n")]
-            kind = _CONTAINERS.get(parts[0].lstrip()[:1])
-            is_passed_on = kind is not None and (not types or kind in types)
-        if is_passed_on:
-            whole = "".join(parts)
-            parts[:] = ["\n"] if whole.endswith("\n") else []
-            stream.arguments(whole.removesuffix("\n"))
+        if num_chars <= MAX_CHECKED_CHARS:
+            return
+        whole = "".join(parts)
+        if not form:
+            whole = whole.removeprefix("\n")
+            kind = _CONTAINERS.get(whole.lstrip()[:1])
+            form = "container" if kind is not None and (not types or kind in types) else "text"
+            stream.arguments('"' if form == "text" else "")
+        parts[:] = ["\n"] if whole.endswith("\n") else []
+        whole = whole.removesuffix("\n")
+        stream.arguments(dumps(whole)[1:-1] if form == "text" else whole)
 
-    if (yield from stream.until(end, emit=emit)) and not is_passed_on:
-        text = "".join(parts)
-        text = text if is_passed_on is False else text.removeprefix("\n")
-        stream.arguments(as_json(text.removesuffix("\n"), types))
+    if not (yield from stream.until(end, emit=emit)):
+        return
+    if not form:
+        stream.arguments(as_json("".join(parts).removeprefix("\n").removesuffix("\n"), types))
+    elif form == "text":
+        stream.arguments('"')
 
 
 def read_text(stream: Stream, end: str, strips_newlines: bool = False) -> Steps[None]:
@@ -125,18 +133,29 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _integer(text: str) -> str | None:
-    is_whole = _NUMBER.fullmatch(text) and len(text) < 400 and float(text).is_integer()
-    return (text if text.lstrip("-").isdigit() else str(int(float(text)))) if is_whole else None
+    if _INTEGER.fullmatch(text) or not _NUMBER.fullmatch(text):
+        return text if _INTEGER.fullmatch(text) else None
+    try:
+        value = Decimal(text)  # no digit is lost
+    except InvalidOperation:  # an exponent of many digits
+        return None
+    is_whole = value.adjusted() < _MAX_EXPONENT and value == value.to_integral_value()
+    return str(int(value)) if is_whole else None
 
 
 def _container(text: str, bracket: str) -> str | None:
     if not text.startswith(bracket) or len(text) > MAX_CHECKED_CHARS:
         return text if text.startswith(bracket) else None
     try:
-        json.loads(text)
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return text
+
+
+def _refuse(name: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise ValueError(name)
 
 
 _CONVERSIONS: dict[str, Callable[[str], str | None]] = {

@@ -6,16 +6,20 @@ not streamed is the fold of the same events.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
+from diptych.shared.dialects.parts.json_calls import loads
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
 from diptych.shared.server.api.body import Body
@@ -371,8 +375,9 @@ def fold_message(events: list[Event], usage: Usage) -> dict[str, Any]:
 
 def _input_of(arguments: str) -> Any:
     """The object as far as it was written, as Anthropic's client reads a stream; of anything else: {}."""
-    try:
-        value = from_json(arguments or "{}", allow_partial=True)
-    except ValueError:
-        value = {}
+    value = None
+    for read in (msgspec.json.decode, loads, partial(from_json, allow_partial=True)):  # the fast one first
+        with contextlib.suppress(ValueError, RecursionError, msgspec.DecodeError):
+            value = read(arguments or "{}")
+            break
     return value if isinstance(value, dict) else {}
