@@ -15,7 +15,7 @@ import torch
 
 from diptych.optimized.attention.default import DefaultAttention
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner, warn_of_launches
 from diptych.optimized.graphs.rehearsal import attention_of_rehearsal, sampling_infos
 from diptych.optimized.graphs.steps import Steps
 from diptych.optimized.kernels.compile_ahead import compile_ahead
@@ -101,9 +101,12 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         if isinstance(self.attention, DefaultAttention):
             self.attention.prepare()
-        if self.linear_attention is not None:
-            return  # its steps run eagerly: no kind takes them
-        self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows)
+        linear = self.linear_attention
+        if linear is not None and not linear.supports_cuda_graph:
+            if self.kv_pool.device.type == "cuda":
+                warn_of_launches("each step", f"{type(linear).__name__} does not run in CUDA graphs")
+            return
+        self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows, linear)
         self.kinds = self.steps.kinds
         graphs = None if config.disable_cuda_graph else self._graphs()
         # Elsewhere the ranks exchange tokens of a batch, which an example does not have.

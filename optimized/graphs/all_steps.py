@@ -18,6 +18,7 @@ from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_si
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.interfaces.linear_attention import LinearAttention
 from diptych.shared.types import ForwardBatch
 
 
@@ -29,6 +30,7 @@ class AllSteps:
         attention: AttentionBackend,
         kv_pool: TokenToKVPool,
         num_logprob_rows: int,
+        linear: LinearAttention | None = None,
     ) -> None:
         self.attention = attention
         self.device = kv_pool.device
@@ -40,13 +42,16 @@ class AllSteps:
         results = Results(check_borrowed=config.check_invariants)
 
         def over(buffers: DecodeBuffers | VerifyBuffers) -> BatchSteps:
-            return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results)
+            return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results, linear)
 
         self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device))
         self.verify = [  # for each number of nodes, the most first
             over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
+        self.prefill: list[ExtendSteps] = []
+        if linear is not None:
+            return  # chunks of prompts are launched: their number is that of CTAs
         tokens = TokenBuffers(captured_token_counts(config, model.config), model, self.device)
         self.prefill = [ExtendSteps(model, attention, kv_pool, tokens, num_logprob_rows)]
         if config.enable_mixed_chunk and attention.supports_ragged_graphs:
@@ -59,7 +64,7 @@ class AllSteps:
 
     def other_batches(self, config: EngineConfig) -> Iterator[ForwardBatch]:
         """Examples of the steps that no graph contains as a whole."""
-        num_tokens = max(self.prefill[0].tokens.sizes, default=0)
+        num_tokens = max(self.prefill[0].tokens.sizes, default=0) if self.prefill else 0
         yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
         yield from decode_batches(config, self.decode.max_bs, self.device)
         for steps in self.verify:

@@ -20,6 +20,7 @@ from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.verify_graph import VerifyBuffers
 from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.linear_attention import BatchLinearAttention, LinearAttention
 from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -30,6 +31,7 @@ class BatchStep:
 
     batch: ForwardBatch
     plan: Any = None  # None: attention plans in each step
+    linear: BatchLinearAttention | None = None  # of models with layers of linear attention
     replay_model: CapturedCall | None = None
     replay_sampler: dict[SamplingKind, CapturedCall] = field(default_factory=dict)
 
@@ -58,6 +60,7 @@ class BatchSteps(Steps):
         buffers: DecodeBuffers | VerifyBuffers,
         max_seq_len: int,
         results: Results,
+        linear: LinearAttention | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -67,6 +70,7 @@ class BatchSteps(Steps):
         self.max_bs = max(self.batch_sizes, default=0)
         self.max_seq_len = max_seq_len
         self.results = results
+        self.linear = linear
         self.num_sampler_replays = 0
         self.by_size: dict[int, BatchStep] = {}
 
@@ -98,8 +102,10 @@ class BatchSteps(Steps):
             plan = self.attention.plan(padded)
         else:
             self.attention.replan(plan, padded)
+        if step.linear is not None:
+            step.linear.backend.replan(step.linear.plan, batch)
         if step.replay_model is None or results.layers != layers or not replay:
-            logits, hidden_states = self._launch(padded, plan, layers)
+            logits, hidden_states = self._launch(padded, plan, step.linear, layers)
         else:
             logits, hidden_states = step.replay_model(), results.hidden
             results.last = step.replay_model
@@ -137,16 +143,18 @@ class BatchSteps(Steps):
         return self.by_size[size]
 
     def _make_step(self, size: int) -> BatchStep:
-        batch = self.buffers.padding_batch(size)
-        if not self.attention.supports_cuda_graph:
-            return BatchStep(batch)
-        return BatchStep(batch, self.attention.plan_for_graph(batch, self.max_seq_len))
+        step = BatchStep(self.buffers.padding_batch(size))
+        if self.linear is not None:
+            step.linear = BatchLinearAttention(self.linear, self.linear.plan_for_graph(size))
+        if self.attention.supports_cuda_graph:
+            step.plan = self.attention.plan_for_graph(step.batch, self.max_seq_len)
+        return step
 
     def _launch(
-        self, batch: ForwardBatch, plan: Any, layers: Layers
+        self, batch: ForwardBatch, plan: Any, linear: BatchLinearAttention | None, layers: Layers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits of every token, and hidden states if requested."""
-        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc, linear=linear)
         hidden_states, captured = run_model(self.model, batch, attention, layers)
         return self.model.compute_logits(hidden_states), captured
 
@@ -163,7 +171,7 @@ class BatchSteps(Steps):
         step, results = self._make_step(size), self.results
 
         def run() -> torch.Tensor:
-            logits, hidden_states = self._launch(step.batch, step.plan, results.layers)
+            logits, hidden_states = self._launch(step.batch, step.plan, step.linear, results.layers)
             if hidden_states is not None:
                 assert results.hidden is not None
                 results.hidden[: len(hidden_states)].copy_(hidden_states)

@@ -201,7 +201,7 @@ def capture_prefill_steps(all_steps: Sequence[ExtendSteps], graphs: CudaGraphs, 
     """Capture all sizes of all kinds, largest first, because smaller ones reuse the memory."""
     for steps in all_steps:
         steps.captured_layers = layers
-    sizes = all_steps[0].tokens.sizes[::-1]
+    sizes = all_steps[0].tokens.sizes[::-1] if all_steps else ()
     for size in tqdm(sizes, desc="capture CUDA graphs of prompts", unit="size", leave=False, delay=1.0):
         try:
             for steps in all_steps:

@@ -104,7 +104,12 @@ class LinearAttention(ABC):
     the row of each request in the batch holds its state and its last conv_kernel - 1 inputs, and each
     checkpoint of `StatePool.begin` those of its position; no other row has changed, except row 0, which
     belongs to padding. Rows of other requests are not read: they may hold NaN.
+
+    CUDA graphs are optional. An object with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
+    `run` may be captured once and replayed for other decode steps, each after a `replan`.
     """
+
+    supports_cuda_graph: bool = False
 
     @abstractmethod
     def __init__(self, pool: StatePool) -> None: ...
@@ -114,6 +119,20 @@ class LinearAttention(ABC):
         """Everything that depends on the batch but not on the layer. Meaningful to `run` of the same object,
         until the next `plan`. A request's tokens follow those that its row has seen: they begin at position
         seq_lens - extend_seq_lens. Calls `StatePool.begin` for the row of each request, once."""
+
+    def plan_for_graph(self, num_requests: int) -> Any:
+        """A plan for capturing decode steps of so many requests, called outside the capture. It stays valid
+        beside any other plan of the same object, as long as the caller keeps it. Until the first `replan` all
+        requests are padding. `run` with it never synchronises, and launches the same kernels at each replay.
+        """
+        raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
+
+    def replan(self, plan: Any, forward_batch: ForwardBatch) -> None:
+        """Brings a `plan_for_graph` up to date, before each replay and on its stream, without synchronising
+        where `rows_cpu` is known. `forward_batch`: a DECODE batch of at most so many requests. The others of
+        the plan are padding behind them: their tokens may hold anything, and their row is 0. Calls
+        `StatePool.begin` as `plan` does. Overwrites what the last replay read, in stream order."""
+        raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
 
     @abstractmethod
     def run(

@@ -34,6 +34,7 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 128,
+    "max_position_embeddings": 4096,
     "rope_parameters": {**HYBRID_CONFIGS["qwen3.5"]["rope_parameters"], "mrope_section": [6, 5, 5]},
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -122,6 +123,8 @@ def test_float32_answers_are_the_references(
             assert [output.num_cached_tokens > 0 for output in outputs] == [
                 i > 0 and n > 64 for n in PROMPT_LENS
             ]
+    runner: Any = llm.assembly.parts.model_runner
+    assert runner.num_graph_replays > 0
     if "schedule_conservativeness" in flags:
         assert llm.scheduler.stats().num_retractions > 0
 

@@ -72,7 +72,7 @@ def linear_attention(dtype: torch.dtype) -> None:
     """Eight requests of one token and one of 100, in the sizes of Qwen3-Next."""
     config = LinearAttentionConfig(16, 32, 128, 128, 4)
     num_tokens, rows, heads = 108, 20, config.num_v_heads
-    tables = [torch.empty(size, dtype=torch.int64) for size in (9, num_tokens, 9 * 9, 2, 6)]
+    tables = [torch.empty(size, dtype=torch.int64) for size in (8, 1, num_tokens, 9 * 9, 2, 6)]
     steps = LinearSteps(9, 8, 2, *tables)
     projected = torch.empty(num_tokens, config.num_channels + config.v_size + 2 * heads, dtype=dtype)
     u, z, b, a = projected.split([config.num_channels, config.v_size, heads, heads], dim=1)

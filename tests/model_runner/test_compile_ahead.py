@@ -13,6 +13,7 @@ import pytest
 
 from diptych.shared.engine import compilations
 from diptych.shared.engine.compilations import Compilation, Compilations
+from tests.gpu.test_hybrid import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 128}
@@ -24,12 +25,15 @@ FLAGS: list[Any] = [
     pytest.param(
         {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16}, marks=pytest.mark.full
     ),
+    pytest.param({"model": "wide"}, marks=pytest.mark.full),  # a hybrid model
 ]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.full
 def test_requests_launch_no_other_variant(flags: dict[str, Any], tmp_path: Path) -> None:
+    if flags["model"] not in ("tiny-dense", "tiny-moe"):
+        flags = flags | {"model": str(write_checkpoint(tmp_path / "model", flags["model"]))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.model_runner.variant_worker"],
         cwd=ROOT,

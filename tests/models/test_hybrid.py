@@ -123,30 +123,46 @@ def test_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
         assert llm.scheduler.stats().num_retractions > 0
 
 
+GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("qwen3.5", {"page_size": 4, "chunked_prefill_size": 12}),
+        ("qwen3.5", {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}}),
         pytest.param(
             "qwen3-next",
             {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True},
             marks=pytest.mark.full,
         ),
         pytest.param("qwen3.5-moe", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
+        pytest.param(
+            "qwen3.5-moe",
+            {"page_size": 16, "max_total_tokens": 112, "use": {"model_runner": GRAPHS}},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "qwen3-next",
+            {"disable_overlap_schedule": True, "use": {"model_runner": GRAPHS}},
+            marks=pytest.mark.full,
+        ),
+        pytest.param("qwen3-next", {"use": {"linear_attention": "reference"}}, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_optimized_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Prompts in chunks and mixed steps, whose states go on in the recurrent form."""
+    """Prompts in chunks and mixed steps, whose states go on in the recurrent form, also in graphs."""
     hf_model = random_hf_model(HYBRID_CONFIGS[name])
     hf_model.save_pretrained(tmp_path)
     prompts = [prompt_of(n, seed=n) for n in ((17,) if name == "qwen3.5" else PROMPT_LENS)]
     expected = [hf_greedy(hf_model, prompt, 4)[0] for prompt in prompts]
-    fields = {"max_total_tokens": 1024, "check_invariants": True, **flags}
-    llm = LLM(model=str(tmp_path), device="cpu", panel="optimized", **fields)
+    fields = {"max_total_tokens": 1024, "max_running_requests": 8, "check_invariants": True, **flags}
+    llm = LLM(model=str(tmp_path), device="cpu", panel="optimized", cuda_graph_bs=(2, 8), **fields)
     params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
     outputs = llm.generate(prompts, params, progress=False)
     assert [output.output_ids for output in outputs] == expected
+    runner: Any = llm.assembly.parts.model_runner
+    assert (runner.num_graph_replays > 0) == ("model_runner" in flags.get("use", {}))
 
 
 def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def delta_chunks(
         BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_stages=2, **sizes,
     )  # fmt: skip
     _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
-        c, writes, reads, scores, decay, o, states, steps.order[steps.num_single :], steps.requests,
+        c, writes, reads, scores, decay, o, states, steps.long, steps.requests,
         steps.chunks, scale, BLOCK_K=max(triton.next_power_of_2(k_dim), 16), BLOCK_V=block_v,
         num_warps=8, num_stages=1, **sizes,
     )  # fmt: skip

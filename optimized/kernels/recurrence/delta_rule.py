@@ -81,7 +81,7 @@ def delta_rule(
         return
     block_v = min(max(triton.next_power_of_2(config.v_head_dim), 16), 32)
     _delta_rule_kernel[(steps.num_single, config.num_v_heads, triton.cdiv(config.v_head_dim, block_v))](
-        c, g, beta, o, states, steps.order, steps.requests, steps.stores, config.k_head_dim**-0.5,
+        c, g, beta, o, states, steps.single, steps.requests, steps.stores, config.k_head_dim**-0.5,
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16), BLOCK_V=block_v,
     )  # fmt: skip

@@ -31,12 +31,13 @@ class Tokens(NamedTuple):
 
 
 class LinearSteps(NamedTuple):
-    """Tensors of int64. Their shapes are those of the batch: for as many requests of one token, equal."""
+    """Tensors of int64, each aligned to 16 bytes, and of one number at least."""
 
     num_requests: int
-    num_single: int  # requests of one token: the first so many of `order`; the others are computed in chunks
+    num_single: int  # requests of one token; the others are computed in chunks
     num_chunks: int
-    order: torch.Tensor  # [num_requests]
+    single: torch.Tensor  # numbers of the requests of one token
+    long: torch.Tensor  # and of the others
     request_of: torch.Tensor  # [num_tokens]
     requests: torch.Tensor  # [num_requests * NUM_FIELDS]
     stores: torch.Tensor  # (new tokens of the request before the copy, checkpoint), one after the other
@@ -72,5 +73,29 @@ def make_steps(reqs: Sequence[Tokens], device: torch.device) -> LinearSteps:
                 chunks += [first_token + left - start, right - left, after.get(right, 0)]
         requests.append(len(chunks) // 3)
         request_of += [i] * num_tokens
-    tables = vectors_to_device([single + long, request_of, requests, stores or [0], chunks or [0]], device)
+    vectors = [single, long, request_of, requests, stores, chunks]
+    tables = vectors_to_device([vector or [0] for vector in vectors], device)
     return LinearSteps(len(reqs), len(single), len(chunks) // 3, *tables)
+
+
+PADDING = Tokens(0, 0, 1, ())
+"""A request of one token in row 0."""
+MAX_STORES = 2
+"""Of a decode step and request, on average."""
+
+
+def decode_tables(num_requests: int, device: torch.device) -> LinearSteps:
+    """Tables at fixed addresses for decode steps of so many requests: padding, until `load_tables`."""
+    padding = make_steps([PADDING] * num_requests, device)
+    stores = torch.zeros(2 * MAX_STORES * num_requests, dtype=torch.int64, device=device)
+    return padding._replace(stores=stores)
+
+
+def load_tables(tables: LinearSteps, reqs: Sequence[Tokens]) -> None:
+    """Bring `decode_tables` up to date; behind these requests is padding."""
+    padding = [PADDING] * (tables.num_requests - len(reqs))
+    steps = make_steps([*reqs, *padding], tables.requests.device)
+    assert steps.num_single == tables.num_requests, "a request of a decode step has one token"
+    num_stores = len(steps.stores)
+    assert num_stores <= len(tables.stores), f"{num_stores // 2} stores of {len(reqs)} requests in a step"
+    torch._foreach_copy_([tables.requests, tables.stores[:num_stores]], [steps.requests, steps.stores])

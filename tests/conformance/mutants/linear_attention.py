@@ -12,6 +12,7 @@ from diptych.shared.types import ForwardBatch
 from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 REFERENCE = bugs_in("linear_attention", "reference.linear_attention:LinearAttention", folder="reference.")
+OPTIMIZED = bugs_in("linear_attention", "optimized.linear_attention:LinearAttention", folder="optimized.")
 FILE = "linear_attention"
 
 
@@ -87,3 +88,15 @@ class LoadsLate(LinearAttention):
                 self.pool.recurrent[:, tokens.row] = self.pool.recurrent[:, source]
             outputs.append((tokens.start, super().run(u, g, beta, layer, [tokens])))
         return torch.cat([output for _, output in sorted(outputs, key=lambda each: each[0])])
+
+
+TABLES = "kernels.recurrence.step_tables"
+OPTIMIZED(
+    "PaddingIsLive", "Padding of a decode step has the row of a request.",
+    (TABLES, "PADDING = Tokens(0, 0, 1, ())", "PADDING = Tokens(1, 0, 1, ())"),
+)  # fmt: skip
+OPTIMIZED(
+    "StoresOfTheCapture", "A replayed step copies no state into a checkpoint.",
+    (TABLES, "[tables.requests, tables.stores[:num_stores]], [steps.requests, steps.stores]",
+     "[tables.requests], [steps.requests]"),
+)  # fmt: skip

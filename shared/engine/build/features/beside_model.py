@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from diptych.shared import registry
@@ -59,11 +58,6 @@ class LinearStates(Feature):
     def check(self) -> None:
         plan, config = self.plan, self.plan.config
         architecture = plan.model_config.architecture
-        if plan.device.type == "cuda" and plan.selection["linear_attention"] == "optimized":
-            warnings.warn(
-                "steps of a model with linear attention run without CUDA graphs: small batches are slow",
-                stacklevel=2,
-            )
         refused: dict[str, Any] = {
             "speculative": config.speculative,
             "lora_paths": config.lora_paths or config.max_loras_per_batch,

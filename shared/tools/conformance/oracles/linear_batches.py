@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -69,8 +70,8 @@ class World:
     sequences: list[Sequence]
     rows: list[int]
 
-    def step(self, impl: LinearAttention, step: int) -> dict[int, torch.Tensor]:
-        """Run one step; the output of each request in it."""
+    def inputs_of(self, step: int) -> tuple[list[int], list[torch.Tensor], ForwardBatch]:
+        """The requests in a step; u, g and beta of its tokens; and the batch."""
         lens = self.case.steps[step]
         before = [sum(earlier[i] for earlier in self.case.steps[:step]) for i in range(len(lens))]
         reqs = [i for i, num_new in enumerate(lens) if num_new > 0]
@@ -79,9 +80,21 @@ class World:
         g = torch.cat([each.g[start:end] for each, start, end in spans])
         beta = torch.cat([each.beta[start:end] for each, start, end in spans])
         batch = forward_batch([self.rows[i] for i in reqs], [(start, end) for _, start, end in spans])
-        plan = impl.plan(batch)
-        output = run_poisoned(impl.run, amid_poison(u), amid_poison(g), amid_poison(beta), self.layer, plan)
-        return dict(zip(reqs, output.split([lens[i] for i in reqs])))
+        return reqs, [u, g, beta], batch
+
+    def step(self, impl: LinearAttention, step: int) -> dict[int, torch.Tensor]:
+        """Run one step; the output of each request in it."""
+        reqs, inputs, batch = self.inputs_of(step)
+        output = run_poisoned(impl.run, *map(amid_poison, inputs), self.layer, impl.plan(batch))
+        return dict(zip(reqs, output.split(list(batch.extend_seq_lens_cpu))))
+
+    def padded_step(self, impl: LinearAttention, step: int, plan: Any, size: int) -> dict[int, torch.Tensor]:
+        """Run a decode step with a plan for graphs of `size` requests; the tokens of padding are NaN."""
+        reqs, inputs, batch = self.inputs_of(step)
+        impl.replan(plan, batch)
+        nan = [torch.full_like(x[:1], torch.nan).expand(size - len(reqs), *x.shape[1:]) for x in inputs]
+        u, g, beta = (amid_poison(torch.cat(pair)) for pair in zip(inputs, nan))
+        return dict(zip(reqs, impl.run(u, g, beta, self.layer, plan).split(1)))
 
 
 def forward_batch(rows: list[int], spans: list[tuple[int, int]]) -> ForwardBatch:

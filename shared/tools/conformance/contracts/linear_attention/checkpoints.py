@@ -8,7 +8,7 @@ from diptych.shared.interfaces import LinearAttention
 from diptych.shared.interfaces.linear_attention import StateStore
 from diptych.shared.tools.conformance.clauses.case import table
 from diptych.shared.tools.conformance.clauses.clause import contract
-from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal, expect_raises
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.oracles.linear_batches import (
     LAYER,
@@ -72,6 +72,49 @@ def stores(impl: type[LinearAttention], case: StoreCase) -> None:
     for row in free:
         is_nan = bool(world.pool.recurrent[:, row].isnan().all() and world.pool.inputs[:, row].isnan().all())
         expect_equal(f"checkpoint {row}, which no order names, is as it was", is_nan, True)
+
+
+@contract(
+    "A plan for graphs gives decode steps of any requests, fewer than it has, their outputs and states, and "
+    "the checkpoints that are ordered; padding that holds NaN touches row 0 alone. An implementation without "
+    "such plans raises.",
+    table(
+        "steps stores",
+        ("prompts, then tokens", ((9, 70, 62), (1, 1, 1), (0, 1, 1), (1, 0, 0)), ((), (), (64,))),
+        ("the first tokens", ((1, 1), (1, 1)), ((), (2,))),
+        of=StoreCase,
+    ),
+)
+def graph_plans(impl: type[LinearAttention], case: StoreCase) -> None:
+    size, world = 4, world_of(case)
+    backend = impl(world.pool)
+    if not backend.supports_cuda_graph:
+        expect_raises("a plan for graphs", ValueError, backend.plan_for_graph, size)
+        return
+    plan, checkpoints = backend.plan_for_graph(size), list(world.pool.checkpoints)
+    orders = {i: StateStore(checkpoints[i], at) for i, stores in enumerate(case.stores) for at in stores}
+    world.pool.stores |= {world.rows[i]: [order] for i, order in orders.items()}
+    found: list[list[torch.Tensor]] = [[] for _ in world.sequences]
+    for step, lens in enumerate(case.steps):
+        is_decode = max(lens) == 1
+        outputs = world.padded_step(backend, step, plan, size) if is_decode else world.step(backend, step)
+        for i, output in outputs.items():
+            found[i].append(output)
+    for i, tokens in enumerate(world.sequences):
+        expected = recurrence(case, world.layer.conv_weight, tokens)[0]
+        expect_close(
+            f"outputs of request {i}",
+            torch.cat(found[i]),
+            expected,
+            tolerance("linear attention", case.dtype),
+        )
+        expect_state(case, world, i, len(tokens.u), world.rows[i])
+    for i, order in orders.items():
+        expect_state(case, world, i, order.position, order.checkpoint)
+    used = {0, *world.rows, *(order.checkpoint for order in orders.values())}
+    others = [row for row in range(world.pool.recurrent.shape[1]) if row not in used]
+    is_nan = world.pool.recurrent[:, others].isnan().all() and world.pool.inputs[:, others].isnan().all()
+    expect_equal("the other rows are as they were", bool(is_nan), True)
 
 
 @contract(
