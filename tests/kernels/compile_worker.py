@@ -2,7 +2,8 @@
 
 Run as its own process with TRITON_INTERPRET=0. Each line of standard input names a GPU and a launch of
 `launches.py`, in JSON. The answer is one line: what was asked, and the kernels it launched, with their shared
-memory in bytes, the number of their asynchronous copies and the layouts of their `mma.sync`, or the error.
+memory in bytes, the number of their asynchronous copies, the layouts of their `mma.sync` and the bytes for
+which a thread has no registers, or the error.
 
 The launchers run unchanged, on tensors of the device "meta". Triton gets a driver that names the target and
 cannot launch, so each launch ends after compilation.
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 import traceback
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -51,20 +55,36 @@ class NoDriver:
         return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
 
 
-def watch() -> list[tuple[str, int, int, list[str]]]:
-    """(name, shared memory, asynchronous copies, layouts of mma.sync) of each kernel launched from now on."""
-    launched: list[tuple[str, int, int, list[str]]] = []
+Launched = tuple[str, int, int, list[str], int]
+
+
+def watch() -> list[Launched]:
+    """(name, shared memory, asynchronous copies, layouts of mma.sync, bytes a thread spills) of each kernel
+    launched from now on."""
+    launched: list[Launched] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         text = kernel.asm["ttgir"]
         num_copies = text.count("ttg.async_copy_global_to_local")
-        launched.append((kernel.metadata.name, kernel.metadata.shared, num_copies, mma_layouts(text)))
+        facts = num_copies, mma_layouts(text), spilled_bytes(kernel.asm["cubin"])
+        launched.append((kernel.metadata.name, kernel.metadata.shared, *facts))
         return kernel
 
     JITFunction.run = compile_only
     return launched
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found.group(1))
 
 
 def mma_layouts(text: str) -> list[str]:
