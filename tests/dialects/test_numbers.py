@@ -42,7 +42,7 @@ CONVERTING = ["pythonic", "qwen3_coder", "glm", "glm47", "minimax", "deepseek_v3
 
 
 def arguments_of(dialect: Dialect, value: str, types: list[str] | None = None) -> str:
-    """Of a call whose only argument is written so, in one piece and by characters."""
+    """The arguments of a call whose only argument is written so, in one piece and by characters."""
     schema: Any = {"properties": {"x": {"type": types}}} if types else True
     text = write(dialect, ("f", {"x": PLACE})).replace(str(PLACE), value)
     ((_, found),) = read(dialect, [text], {"f": schema}, "closed").calls
