@@ -25,6 +25,7 @@ from diptych.shared.engine.requests.output_collector import OutputCollector
 from diptych.shared.engine.requests.prompts import Prompt, prompt_list
 from diptych.shared.engine.requests.submission import LiveRequests, Submission
 from diptych.shared.interfaces.dialect import Dialect
+from diptych.shared.loading.sampling_defaults import read_sampling_defaults
 from diptych.shared.sampling.processors import LogitProcessor
 from diptych.shared.types import DiffusionParams, GenerateOutput, SamplingParams, StepOutput
 from diptych.shared.types.sampling_params import params_of_prompts
@@ -60,6 +61,7 @@ class LLM:
         config = (config or EngineConfig()).updated(**flags)
         if config.disaggregation_mode is not None:
             raise ValueError(f"disaggregation_mode={config.disaggregation_mode} is of servers: diptych serve")
+        self.sampling_defaults = read_sampling_defaults(config)
         assembly = start_assembly(config)
         self.config = assembly.config
         self.model_config = assembly.model_config
@@ -83,7 +85,8 @@ class LLM:
     ) -> GenerateOutput | list[GenerateOutput]:
         """Answer one prompt or a list of them, each a text or a list of token ids.
 
-        sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
+        sampling_params: for all prompts, or one for each. Default: the model's generation_config.json, then
+        the defaults of SamplingParams. Keywords change them: any field of SamplingParams,
         `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora as
         in `submit`.
         input_embeds: in place of prompts: rows for layer 0, [num_tokens, hidden_size], or a list of such.
@@ -99,7 +102,8 @@ class LLM:
         batch, is_single = prompt_list(prompts)
         if images is not None:
             batch = with_images(batch, images, is_single)
-        params = [each.updated(**keywords) for each in params_of_prompts(sampling_params, len(batch))]
+        given = self._default_params if sampling_params is None else sampling_params
+        params = [each.updated(**keywords) for each in params_of_prompts(given, len(batch))]
         rid = request.pop("rid", None)
         rids = [rid] if is_single or rid is None else [f"{rid}-{i}" for i in range(len(batch))]
         submissions = (
@@ -145,6 +149,10 @@ class LLM:
         return ImagesPrompt(prompt.ids, images) if images else prompt.ids, prompt.ending
 
     @cached_property
+    def _default_params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
+
+    @cached_property
     def dialect(self) -> Dialect:
         """How the model writes reasoning and tool calls."""
         return dialect_of(self.config, self.tokenizer)
@@ -175,7 +183,8 @@ class LLM:
         Keywords as in `generate`. The request is submitted (and bad input raised) at the call. Dropping the
         iterator aborts the request."""
         request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
-        params = params_of_prompts(sampling_params, 1)[0].updated(**keywords)
+        given = self._default_params if sampling_params is None else sampling_params
+        params = params_of_prompts(given, 1)[0].updated(**keywords)
         with deferred_interrupts():
             pieces = self._stream(self.submit(prompt, params, **request))
             next(pieces)  # a generator that was never started would not clean up when it is dropped

@@ -50,6 +50,13 @@ class EngineFlags:
         "Markers of the model's reasoning: a name of SGLang's, or none. Default: the dialect's.",
     )
     """A wrong one shows the reasoning as the answer."""
+    generation_config: str = flag(
+        MODEL,
+        "auto",
+        "Folder of the generation_config.json with defaults of sampling; none. Default: the model's.",
+        metavar="FOLDER",
+    )
+    """none: temperature 1, and no other change of the distribution."""
     load_format: Literal["auto", "dummy"] = flag(
         MODEL, "auto", "dummy: seeded random weights, only config.json is needed."
     )

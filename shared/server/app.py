@@ -93,6 +93,7 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "diptych",
         "max_model_len": state.ready.context_len,
         "root": name,
+        "default_sampling_params": dict(state.sampling_defaults),
         "parent": state.model_name if name in state.adapters else None,
     }
 

@@ -16,6 +16,7 @@ import uvicorn
 from diptych.shared.config import EngineConfig
 from diptych.shared.dialects.parts.choose import dialect_of
 from diptych.shared.engine.python_runtime import gc_freeze
+from diptych.shared.loading.sampling_defaults import read_sampling_defaults
 from diptych.shared.server.api.encode_prompts import Prompts
 from diptych.shared.server.api.state import ServerSettings, ServerState
 from diptych.shared.server.app import create_app
@@ -50,6 +51,7 @@ async def run_server(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code. `announce` is called once requests
     are answered, with the port."""
+    sampling_defaults = read_sampling_defaults(config)
     log_sparsely()
     if settings.log_requests:
         log_to_stderr()
@@ -69,6 +71,7 @@ async def run_server(
             dialect = dialect_of(config, tokenizer)
             model_name = settings.served_model_name or config.model
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready, dialect))
+            state.sampling_defaults = sampling_defaults
             state.adapters.update(config.lora_paths)
             state.metrics.tracer = tracer
             server = _Server(server_config(create_app(state), settings.write_timeout, lifespan="off"))

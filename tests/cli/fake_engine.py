@@ -52,6 +52,7 @@ class FakeLLM:
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     num_closed: int = 0
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.config = EngineConfig(

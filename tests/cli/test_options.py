@@ -17,7 +17,13 @@ def test_sampling_options_are_fields_of_the_params() -> None:
 
 def test_nothing_given_sets_nothing_but_greedy_sampling() -> None:
     assert EngineOptions().to_flags() == {}
-    assert SamplingOptions().to_params() == {"temperature": 0.0}
+    assert SamplingOptions().to_params({}) == {"temperature": 0.0}
+
+
+def test_what_is_given_comes_before_what_the_model_has() -> None:
+    of_model = {"temperature": 0.6, "top_p": 0.9}
+    assert SamplingOptions(top_p=0.5).to_params(of_model) == {"temperature": 0.6, "top_p": 0.5}
+    assert SamplingOptions(temperature=0.0).to_params(of_model) == {"temperature": 0.0, "top_p": 0.9}
 
 
 def test_help_lists_choices_and_defaults() -> None:
@@ -61,7 +67,7 @@ def test_spread_gives_each_group_its_options() -> None:
     def command(
         *, name: str = "", engine: EngineOptions, sampling: SamplingOptions, loud: bool = False
     ) -> None:
-        seen.append((name, engine.to_flags(), sampling.to_params(), loud))
+        seen.append((name, engine.to_flags(), sampling.to_params({}), loud))
 
     app = typer.Typer()
     app.command()(command)

@@ -227,7 +227,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         schema = {"name": "output", "schema": body.output_config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
-        fields |= {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        names = {"max_tokens", "temperature", "top_p", "top_k"} & body.model_fields_set
+        fields |= {name: getattr(body, name) for name in names}
         fields["stop"] = body.stop_sequences
     return ChatRequest(**fields)
 

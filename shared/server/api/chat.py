@@ -54,6 +54,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     params = body.sampling_params(
         wanted if wanted is not None else prompts.ready.context_len - len(prompt.ids),
         (body.top_logprobs or 0) if body.logprobs else None,
+        state.sampling_defaults,
         **reasoning,
     )
     with renamed(FIELDS_OF_PARAMS):

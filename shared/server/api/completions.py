@@ -29,9 +29,8 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
     given = await state.prompts.of_each(body.prompt, "prompt", body.add_special_tokens)
     prompts = [body.truncated(prompt, room) for prompt in given]
     echoes_logprobs = body.echo and body.logprobs is not None
-    params = body.sampling_params(
-        max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
-    )
+    more = {"logprob_start_len": 0} if echoes_logprobs else {}
+    params = body.sampling_params(max_new_tokens, body.logprobs, state.sampling_defaults, **more)
     with renamed(FIELDS_OF_PARAMS):
         await for_each(state.prompts.check, prompts, "prompt", params)
     params = await state.prompts.with_words(params)

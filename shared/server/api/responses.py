@@ -33,6 +33,7 @@ from diptych.shared.server.api.protocol import (
 from diptych.shared.server.api.response_items import Event, OutputItems
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.errors import ApiError, bad_request, renamed
+from diptych.shared.types import SamplingParams
 
 FIELDS_OF_CHAT = {
     "messages": "input",
@@ -149,6 +150,9 @@ Includable = Literal[
 ]
 """Only log-probabilities are ever there to include: the others are of tools that the server does not run."""
 
+SAMPLED = ("temperature", "top_p")
+"""Fields that the model's defaults stand in for."""
+
 
 def _without(place: str) -> BeforeValidator:
     """Drops entries that the table of fields ignores."""
@@ -209,8 +213,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "model": body.model,
         "messages": _messages_of(body),
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        **{name: getattr(body, name) for name in SAMPLED if name in body.model_fields_set},
         "reasoning_effort": body.reasoning.effort,
         "routing_key": body.prompt_cache_key,
     }
@@ -289,7 +292,7 @@ async def response_events(
 async def _events(
     body: ResponsesRequest, chunks: AsyncIterator[Chunk], generation: Generation
 ) -> AsyncIterator[Event]:
-    items, response = OutputItems(), _empty_response(body)
+    items, response = OutputItems(), _empty_response(body, generation.params)
     is_started, finish_reason = False, None
     async for chunk in chunks:
         if not is_started:
@@ -310,10 +313,11 @@ async def _events(
     yield {"type": f"response.{status}", "response": response}
 
 
-def _empty_response(body: ResponsesRequest) -> dict[str, Any]:
+def _empty_response(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     echoed = body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "include"})
     return {
         **echoed,
+        **{name: getattr(params, name) for name in SAMPLED},
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "store": False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from diptych.shared.loading.sampling_defaults import NAMES
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.field_types import MAX_SAMPLES, Int64, Key, Priority, TokenIds
 from diptych.shared.server.api.grammar_fields import GrammarFields
@@ -53,9 +55,11 @@ class SamplingFields(GrammarFields, TokenFields):
     cache_salt: Key | None = None
     return_tokens_as_token_ids: bool = False
 
-    def sampling_params(self, max_new_tokens: int, num_logprobs: int | None, **more: Any) -> SamplingParams:
+    def sampling_params(
+        self, max_new_tokens: int, num_logprobs: int | None, defaults: Mapping[str, Any], **more: Any
+    ) -> SamplingParams:
         """Return the parameters for the engine. `num_logprobs`: alternatives beside each token; None: no
-        log-probabilities."""
+        log-probabilities. `defaults`: the model's, of fields that the body leaves open."""
         if self.best_of is not None and self.best_of != 1:
             raise bad_request(f"best_of must be 1, got {self.best_of}", "best_of")
         if (self.stream_options or StreamOptions()) != StreamOptions() and not self.stream:
@@ -69,14 +73,15 @@ class SamplingFields(GrammarFields, TokenFields):
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({max_new_tokens})", "min_tokens"
             )
         more = {**self.grammar_params(), **self.token_params(num_logprobs), **more}
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        chosen |= {name: defaults[name] for name in defaults.keys() - self.model_fields_set}
+        if chosen["top_k"] == 0:
+            chosen["top_k"] = -1
         try:
             return SamplingParams(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k if self.top_k != 0 else -1,
-                min_p=self.min_p,
+                **chosen,
                 filter_order=self.filter_order,
                 n=self.n,
                 stop=texts_of(self.stop),
@@ -84,7 +89,6 @@ class SamplingFields(GrammarFields, TokenFields):
                 stop_regex=texts_of(self.stop_regex),
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
                 logit_bias=biases_of(self.logit_bias),
                 ignore_eos=self.ignore_eos,
                 skip_special_tokens=self.skip_special_tokens,

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +63,7 @@ class ServerState:
     prompts: Prompts
     metrics: Metrics = field(default_factory=Metrics)
     start_time: int = field(default_factory=lambda: int(time.time()))
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's, of OpenAI's routes
     is_draining: bool = False
     adapters: set[str] = field(default_factory=set)  # names of LoRA adapters, which are models to clients
 

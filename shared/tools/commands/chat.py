@@ -36,8 +36,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Talk with a model. Each turn shows how much of the prompt was in the prefix cache."""
-    params = sampling.to_params()
     llm = launch.start_llm(engine.to_flags())
+    params = sampling.to_params(llm.sampling_defaults)
 
     from diptych.shared.types import SamplingParams
 

@@ -59,12 +59,12 @@ def generate(
     if raw and system is not None:
         raise ValueError("--raw gives the text as it is: it cannot be combined with --system")
     texts = read_prompts(prompts)
-    params = sampling.to_params()
-    if logprobs or top_logprobs:
-        params |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
     for file in filter(None, (trace, record)):
         bench_run.check_files(None, file)
     llm = launch.start_llm(engine.to_flags())
+    params = sampling.to_params(llm.sampling_defaults)
+    if logprobs or top_logprobs:
+        params |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
     if record is not None:
         record_all(llm, texts, params, record, system=system, raw=raw, as_json=as_json)
         return

@@ -39,10 +39,8 @@ class Options:
     typer."""
 
     annotations: ClassVar[Mapping[str, Any]]
-    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, **values: Any) -> None:
-        values = {**self.defaults, **values}
         assert values.keys() <= self.annotations.keys()
         # Of a repeatable option that was not given, typer gives an empty list.
         self.given = {name: value for name, value in values.items() if value is not None and value != []}
@@ -81,7 +79,7 @@ class EngineOptions(Options):
 _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "max_new_tokens": (int, "-n", "Longest answer. Default: 128."),
     "min_new_tokens": (int, "", "Shortest answer."),
-    "temperature": (float, "-t", "0: always the likeliest token. Default: 0."),
+    "temperature": (float, "-t", "0: always the likeliest token. Default: the model's, else 0."),
     "top_k": (int, "", "Keep so many tokens; -1: all."),
     "top_p": (float, "", "Keep the likeliest up to this probability."),
     "min_p": (float, "", "Keep what is at least so likely as the best."),
@@ -103,13 +101,13 @@ class SamplingOptions(Options):
         name: _option("Sampling", kind | None, text, "--" + name.replace("_", "-"), *filter(None, [short]))
         for name, (kind, short, text) in _SAMPLING.items()
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"temperature": 0.0}
 
-    def to_params(self) -> dict[str, Any]:
-        """The given options as keyword arguments of `SamplingParams`."""
-        return {
+    def to_params(self, of_model: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of `SamplingParams`: the given options, then the model's, then temperature 0."""
+        given = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.given.items()
         }
+        return {"temperature": 0.0, **of_model, **given}
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -123,9 +121,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
         if isinstance(group, type) and issubclass(group, Options):
             groups[name] = group
             parameters += [
-                inspect.Parameter(
-                    each, parameter.KEYWORD_ONLY, default=group.defaults.get(each), annotation=annotation
-                )
+                inspect.Parameter(each, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
                 for each, annotation in group.annotations.items()
             ]
         else:

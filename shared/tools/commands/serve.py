@@ -147,6 +147,8 @@ def serve(
 def _announce(state: ServerState, port: int) -> None:
     import psutil
 
+    from diptych.shared.loading.sampling_defaults import text_of
+
     ready, url = state.ready, url_of(state.settings.host, port)
     parts = ready.description
     print(f"serving {state.model_name} at {url}")
@@ -155,6 +157,8 @@ def _announce(state: ServerState, port: int) -> None:
         f"{ready.context_len:,} tokens, KV pool {ready.max_total_tokens:,} tokens, at most "
         f"{ready.max_running_requests} running requests"
     )
+    if state.sampling_defaults:
+        print(f"  sampling by the model unless a request says it: {text_of(state.sampling_defaults)}")
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ready.startup_seconds.items())
     seconds = time.time() - psutil.Process().create_time()
     print(f"  ready after {seconds:.1f} s; of the engine's: {phases}")
