@@ -34,8 +34,10 @@ class EngineFlags:
     """`None` means that the engine chooses by model and hardware; `diptych.shared.engine.llm` resolves it,
     and the resolved value can be read from the engine."""
 
-    model: str = flag(MODEL, "tiny-dense", "Built-in model, local folder or Hugging Face id.", short="-m")
-    """Weights are read from safetensors files, one tensor at a time."""
+    model: str = flag(
+        MODEL, "tiny-dense", "Built-in model, local folder, GGUF file or Hugging Face id.", short="-m"
+    )
+    """Weights are read from safetensors files or a GGUF file, one tensor at a time."""
     tokenizer: str | None = flag(MODEL, None, "Folder or id of the tokenizer. Default: the model's.")
     """Needed only where the model folder has none."""
     tool_call_parser: str = flag(

@@ -15,6 +15,7 @@ import torch
 
 from diptych.shared.config import read_config
 from diptych.shared.config.hf_config import read_json
+from diptych.shared.loading.gguf_tokenizer import QWEN_SPLIT
 from diptych.shared.loading.weights import Weights, iterate_weights
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe"}
@@ -24,10 +25,6 @@ the checkpoint does. In a Llama model it rotates neighbours, so rows would have 
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 """Format of the matrices -> the file type in the metadata."""
 
-QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 BUILTIN_SPLIT = r"[ ]?\p{L}+|\p{N}|[ ]?[^\s\p{L}\p{N}]+|[\r\n]+|\s+"
 PRE_TOKENIZERS = {QWEN_SPLIT: "qwen2", BUILTIN_SPLIT: "deepseek-v3"}
 """Regex of tokenizer.json -> the pre-tokenizer of llama.cpp, which has a fixed list and takes no regex. The

@@ -1,4 +1,4 @@
-"""Where a model's files are (a built-in name, a local folder, or a Hugging Face id), and its tokenizer."""
+"""Where a model's files are (a built-in name, folder, GGUF file or Hugging Face id), and its tokenizer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,14 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
                 f"{model} is a shape without weights: use load_format='dummy', or name a checkpoint"
             )
         return ASSETS / "configs" / model
+    if folder.is_file() and folder.suffix == ".gguf":
+        from diptych.shared.loading.gguf_folder import gguf_folder
+
+        return gguf_folder(folder)
     if folder.exists():
-        raise ValueError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
+        raise ValueError(
+            f"{folder} is a file; a model is a folder with config.json and *.safetensors, or a *.gguf file"
+        )
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _download(model)
     raise ValueError(

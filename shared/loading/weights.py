@@ -18,6 +18,8 @@ from diptych.shared.config import ModelConfig, read_config
 from diptych.shared.interfaces.layers import MergedLinear
 from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
+from diptych.shared.loading.gguf_weights import gguf_weights
 from diptych.shared.loading.mxfp4 import read_mxfp4, take_mxfp4
 from diptych.shared.loading.quantized_weights import (
     dequantize_some,
@@ -75,6 +77,8 @@ def iterate_weights(
     if quantization is not None and quantization.storage == "online":
         whole = iterate_weights(folder, replace(config, quantization=None), on_progress)
         return quantize_while_reading(whole, config, device, shards)
+    if (folder / GGUF_LINK).is_file():
+        return gguf_weights(folder / GGUF_LINK, config, on_progress, shards)
     checkpoint = read_checkpoint(
         folder, SUPPORTED_DTYPES + (QUANTIZED_DTYPES if quantization is not None else ())
     )

@@ -1,0 +1,331 @@
+"""Models that are GGUF files: weights, numbers and tokens of the folder of which the file is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diptych import LLM
+from diptych.shared.config import read_config
+from diptych.shared.loading.gguf_file import write_gguf
+from diptych.shared.loading.gguf_tokenizer import SPLITS, tokenizer_files
+from diptych.shared.loading.gguf_weights import FLOATS, QUANTIZED
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.text.tokenizer import Tokenizer
+
+# Without several spaces before a word, the one case that `gguf_file` says is split otherwise.
+TEXTS = [
+    "What is 12 + 30?",
+    "Otto is a baker.\n\n He's 45678 years",
+    "Grüße, 東京 — ok!\t{x}",
+    " <|im_end|>x",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders of GGUF files are made below the test's own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def file_of(model: str, tmp_path: Path, dtype: str = "bf16") -> Path:
+    write_gguf(resolve_model_path(model), tmp_path / "model.gguf", dtype)
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("model", [pytest.param("tiny-dense", marks=pytest.mark.full), "tiny-moe"])
+def test_a_file_is_the_folder_that_it_was_made_of(model: str, tmp_path: Path) -> None:
+    source, folder = resolve_model_path(model), resolve_model_path(str(file_of(model, tmp_path)))
+    ours, theirs = vars(read_config(folder)), vars(read_config(source))
+    assert {name for name in ours if ours[name] != theirs[name]} == {"eos_token_ids"}
+    assert ours["eos_token_ids"] <= theirs["eos_token_ids"]
+    found, stored = dict(iterate_weights(folder)), load_file(source / "model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name].float()) for name in stored)
+    tokenizer, original = Tokenizer.from_pretrained(folder), Tokenizer.from_pretrained(source)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text)
+        assert tokenizer.decode(original.encode(text)) == text
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    assert tokenizer.chat(messages) == original.chat(messages)
+    assert (tokenizer.eos_token_ids, tokenizer.special_ids) == (original.eos_token_ids, original.special_ids)
+
+
+def test_the_engine_answers(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    texts = [
+        LLM(model, panel="reference").chat(messages, temperature=0, max_tokens=8).text
+        for model in ("tiny-dense", str(file_of("tiny-dense", tmp_path)))
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.full
+def test_ranks_read_their_parts(tmp_path: Path) -> None:
+    folder = resolve_model_path(str(file_of("tiny-moe", tmp_path)))
+    config = read_config(folder)
+    for rank in range(2):
+        parts = dict(iterate_weights(folder, shards=Shards(config, rank, 2)))
+        expected = dict(iterate_weights(resolve_model_path("tiny-moe"), shards=Shards(config, rank, 2)))
+        assert parts.keys() == expected.keys()
+        assert all(torch.equal(parts[name], expected[name].float()) for name in parts)
+
+
+@pytest.mark.full
+def test_the_folder_is_made_once(tmp_path: Path, cache: Path) -> None:
+    file = file_of("tiny-dense", tmp_path)
+    assert resolve_model_path(str(file)) == resolve_model_path(str(file))
+    file.write_bytes(file.read_bytes() + b"\0")
+    resolve_model_path(str(file))
+    assert len([*(cache / "diptych").iterdir()]) == 2
+
+
+# ---- files written here, tensor by tensor ----
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96}
+LAYER = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{each}_proj": f"attn_{each}" for each in "qkv"}, "self_attn.o_proj": "attn_output",
+    **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def llama(tmp_path: Path, matrices: Any, **changes: Any) -> tuple[Any, Path, dict[str, torch.Tensor]]:
+    """A random Llama of transformers, and a GGUF file of it. `matrices(writer, name, values)` adds a matrix
+    and returns what is stored; the result has that as weights of the model."""
+    from gguf import GGUFWriter
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    rope = changes.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope, tie_word_embeddings=False))
+    file, weights = tmp_path / "llama.gguf", {}
+    writer = GGUFWriter(file, "llama")
+    for name, value in {
+        "block_count": 2, "context_length": 128, "embedding_length": 256, "feed_forward_length": 512,
+        "attention.head_count": 4, "attention.head_count_kv": 2,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.config.rms_norm_eps)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    for name, value in changes.items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(name.replace("__", "."), value)
+    for name, tensor in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        _, _, index, part = (*stem.split(".", 3), "", "", "")[:4]
+        stored = TOP.get(stem) or f"blk.{index}.{LAYER[part]}"
+        values = tensor.float().numpy()
+        if heads := {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(part):  # as convert_hf_to_gguf.py
+            values = values.reshape(heads, 2, 32, 256).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 1:
+            writer.add_tensor(f"{stored}.weight", values)
+        else:
+            values = matrices(writer, f"{stored}.weight", values)
+        if heads:
+            values = values.reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(values.shape)
+        weights[name] = torch.tensor(values)
+    if rope["rope_type"] == "llama3":
+        inverse = 10000.0 ** (-np.arange(0, 64, 2) / 64)
+        divisors = inverse / model.model.rotary_emb.inv_freq.numpy()
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model.load_state_dict(weights)
+    return model.eval(), file, weights
+
+
+def as_type(kind: str) -> Any:
+    """Matrices in this type. Of the types that the package cannot write the bytes are random, but the scales,
+    which are float16, are small."""
+
+    def add(writer: Any, name: str, values: np.ndarray) -> np.ndarray:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize, quantize
+
+        wanted = GGMLQuantizationType[kind]
+        try:
+            data = quantize(values, wanted)
+        except NotImplementedError:
+            block, size = GGML_QUANT_SIZES[wanted]
+            rng = np.random.default_rng(len(name))
+            data = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size), np.uint8)
+            scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
+            for start in scales:
+                data[..., start : start + 2] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+            data = data.reshape(*values.shape[:-1], -1)
+        writer.add_tensor(name, data, raw_dtype=wanted)
+        return dequantize(data, wanted).reshape(values.shape)
+
+    return add
+
+
+def same_logits(model: Any, file: Path) -> None:
+    """Log-probabilities of every position, and greedy tokens."""
+    llm = LLM(str(file), panel="reference", dtype="float32")
+    prompt = [7, 3, 90, 41, 41, 2, 66, 15, 30, 8, 77, 51]
+    out = llm.generate(
+        prompt, temperature=0, max_tokens=6, return_logprob=True, logprob_start_len=0, ignore_eos=True
+    )
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([[*prompt, *out.output_ids]])).logits[0].log_softmax(-1)
+    assert out.output_ids == logprobs[len(prompt) - 1 : -1].argmax(-1).tolist()
+    ours = torch.tensor([each.logprob for each in [*out.input_logprobs[1:], *out.output_logprobs]])
+    ids = torch.tensor([*prompt, *out.output_ids])
+    torch.testing.assert_close(ours, logprobs[:-1].gather(1, ids[1:, None])[:, 0], rtol=0, atol=1e-4)
+
+
+FAST = ("Q4_1",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *FAST,
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in (*FLOATS, *QUANTIZED) if kind not in FAST),
+    ],
+)
+def test_values_are_those_of_the_package(kind: str, tmp_path: Path, capfd: Any) -> None:
+    """Bit for bit, rows of q and k in the order of the checkpoint."""
+    _, file, weights = llama(tmp_path, as_type(kind))
+    folder = resolve_model_path(str(file))
+    found = dict(iterate_weights(folder))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert read_config(folder).dtype == {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
+    assert (f"weights in {kind}: no kernel multiplies them" in capfd.readouterr().err) == (kind in QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("Q4_1", {"rope_type": "default"}),
+        pytest.param("Q8_0", {"rope_type": "default"}, marks=pytest.mark.full),
+        pytest.param("Q6_K", {"rope_type": "default"}, marks=pytest.mark.full),
+        pytest.param("F32", {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_logits_are_those_of_transformers(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    model, file, _ = llama(tmp_path, as_type(kind), rope_parameters={"rope_theta": 10000.0, **rope})
+    same_logits(model, file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general__architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama"),
+        ({"llama__expert_count": 8}, "sliding windows or experts"),
+        ({"llama__rope__scaling__type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
+        ({"split__count": 2}, "a file of several parts"),
+    ],
+)
+def test_what_is_not_supported(changes: dict[str, Any], message: str, tmp_path: Path, cache: Path) -> None:
+    from gguf import GGUFWriter
+
+    name = changes.pop("general__architecture", "llama")
+    writer = GGUFWriter(tmp_path / "x.gguf", name)
+    for key in ("embedding_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 64)
+    for key, value in changes.items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key.replace("__", "."), value)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=message):
+        resolve_model_path(str(tmp_path / "x.gguf"))
+    assert not cache.exists()
+
+
+@pytest.mark.full
+def test_types_and_tensors_that_are_not_supported(tmp_path: Path) -> None:
+    _, file, _ = llama(tmp_path, as_type("IQ4_NL"))
+    with pytest.raises(ValueError, match=r"is of type IQ4_NL; supported are F32, .*Q6_K"):
+        iterate_weights(resolve_model_path(str(file)))
+
+    def unknown(writer: Any, name: str, values: np.ndarray) -> np.ndarray:
+        writer.add_tensor(name.replace("ffn_up", "ffn_other"), values)
+        return values
+
+    _, file, _ = llama(tmp_path, unknown)
+    with pytest.raises(
+        ValueError, match=r"no weight of the supported architectures is named blk\.0\.ffn_oth"
+    ):
+        iterate_weights(resolve_model_path(str(file)))
+
+
+@pytest.mark.parametrize("data", [b"", b"GGUF", b"GGUF\3\0\0\0" + b"\xff" * 16, b"{}" * 100])
+def test_damaged_files(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.gguf is no GGUF file, or is damaged"):
+        resolve_model_path(str(tmp_path / "x.gguf"))
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    file = file_of("tiny-dense", tmp_path)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="is no GGUF file, or is damaged"):
+        resolve_model_path(str(file))
+
+
+# ---- tokenizers ----
+
+
+def values_of(pre: str, **more: Any) -> dict[str, Any]:
+    """A byte-level BPE of all bytes, one merge and an end token."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*sorted(ByteLevel.alphabet()), "12", "<end>"]
+    own = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * 257 + [3], "merges": ["1 2"]}
+    return {f"tokenizer.ggml.{name}": value for name, value in {**own, **more}.items()}
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("qwen2", ["it", "'s", " ", "1", "2", "3", "4", "!\n"]),
+        ("llama-bpe", ["it", "'s", " ", "123", "4", "!\n"]),
+        ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "!", "Ċ"]),
+        ("gpt-2", ["it", "'s", " 1234", "!", "\n"]),
+        ("deepseek-v3", ["it", "'s", " ", "123", "4", "!\n"]),
+    ],
+)
+def test_splits(pre: str, pieces: list[str]) -> None:
+    from tokenizers import Tokenizer as Fast
+
+    fast = Fast.from_str(tokenizer_files(values_of(pre), Path("x"))["tokenizer.json"])
+    assert [piece for piece, _ in fast.pre_tokenizer.pre_tokenize_str("it's 1234!\n")] == [
+        piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces
+    ]
+    assert fast.decode(fast.encode("it's 1234!\n Grüße").ids) == "it's 1234!\n Grüße"
+    assert SPLITS.keys() == {"qwen2", "llama-bpe", "smollm", "gpt-2", "deepseek-v3"}
+
+
+def test_a_first_token(tmp_path: Path) -> None:
+    files = tokenizer_files(values_of("gpt-2", bos_token_id=257, add_bos_token=True), Path("x"))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("12") == [257, 256]
+    assert tokenizer.encode("12", add_special_tokens=False) == [256]
+    assert tokenizer.encode("1<end>", add_special_tokens=False)[-1] == 257
+
+
+@pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre": "falcon"}])
+def test_other_tokenizers_are_left_out_with_a_line(changes: dict[str, Any], capsys: Any) -> None:
+    assert tokenizer_files(values_of(**{"pre": "gpt-2", **changes}), Path("x.gguf")) == {}
+    assert "supported is gpt2 with qwen2, llama-bpe" in capsys.readouterr().err
