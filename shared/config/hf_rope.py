@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 from diptych.shared.config.fields import MAXIMA, Fields
@@ -30,7 +31,38 @@ def parse_rope(
     rotary_dim = _rotary_dim(fields, rope, head_dim, default_share)
     if rope_type == "dynamic" and rotary_dim <= 2:
         raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
+    if rope_type == "longrope":
+        return _longrope(fields, rope, RopeConfig(rope_type, theta, rotary_dim))
     return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
+
+
+def _longrope(fields: Fields, rope: Fields, base: RopeConfig) -> RopeConfig:
+    """For the longest context; `for_context` chooses for another."""
+    longest = fields.integer("max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = rope.integer(key, default=fields.integer(key, default=longest))
+    divisors = {}
+    for name in ("short_factor", "long_factor"):
+        wanted = f"a list of {base.rotary_dim // 2} numbers above 0"
+        found = rope.raw(name, wanted)
+        if not isinstance(found, list) or len(found) != base.rotary_dim // 2:
+            raise rope.error(name, wanted)
+        each = [Fields({name: value}, rope.where).number(name) for value in found]
+        divisors[name] = tuple(each)
+    return replace(
+        base,
+        factor=rope.number("factor", default=longest / original),
+        original_max_position_embeddings=original,
+        attention_factor=rope.number("attention_factor", default=None),
+        is_long=longest > original,
+        **divisors,
+    )
+
+
+def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
+    """longrope has two sets of frequencies. The engine uses one for all requests, by the longest that it may
+    have: a change on the way would leave cached keys with angles of the other set."""
+    return replace(rope, is_long=context_len > rope.original_max_position_embeddings)
 
 
 def parse_local_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfig:
@@ -101,6 +133,8 @@ def _scaling(rope: Fields, rope_type: RopeType, max_position_embeddings: int) ->
 
 def _rope_type(rope: Fields) -> RopeType:
     rope_type = rope.raw("rope_type", "a name", default=rope.raw("type", "a name", default="default"))
+    if rope_type == "su":  # its name in the first releases of Phi-3
+        return "longrope"
     supported = get_args(RopeType)
     if rope_type in supported:
         return rope_type

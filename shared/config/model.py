@@ -9,7 +9,7 @@ import torch
 
 from diptych.shared.config.quant_config import QuantConfig
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 HiddenAct = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "both", "after"]
 """Of the norms of attention and of the MLP."""
@@ -23,16 +23,19 @@ class RopeConfig:
     rope_type: RopeType
     theta: float
     rotary_dim: int  # leading dimensions of a head that rotate (head_dim, or less)
-    factor: float = 1.0  # linear, dynamic, llama3, yarn
-    original_max_position_embeddings: int = 0  # dynamic, llama3, yarn
+    factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope
+    original_max_position_embeddings: int = 0  # dynamic, llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: by the formula
+    attention_factor: float | None = None  # yarn, longrope; None: by the formula
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: divisors in a context up to the original
+    long_factor: tuple[float, ...] = ()  # longrope: in a longer one
+    is_long: bool = False  # longrope: long_factor is used
     is_interleaved: bool = False  # dimensions 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
 
 

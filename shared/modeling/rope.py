@@ -24,6 +24,8 @@ def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, 
         return _dynamic(rope, seq_len), 1.0
     if rope.rope_type == "llama3":
         return _llama3(rope), 1.0
+    if rope.rope_type == "longrope":
+        return _longrope(rope)
     return _yarn(rope), _yarn_attention_factor(rope)
 
 
@@ -62,6 +64,23 @@ def _llama3(rope: RopeConfig) -> torch.Tensor:
     blend = max(rope.high_freq_factor - rope.low_freq_factor, 1e-6)  # equal factors: a step
     kept = (turns - rope.low_freq_factor) / blend
     return torch.lerp(inv_freq / rope.factor, inv_freq, kept.clamp(0.0, 1.0))
+
+
+# --8<-- [start:longrope]
+def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Each frequency has a divisor of its own, found by a search; contexts beyond the trained length have
+    another set of them."""
+    divisors = torch.tensor(rope.long_factor if rope.is_long else rope.short_factor)
+    dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    inv_freq = 1.0 / (divisors.to(dims) * rope.theta ** (dims / rope.rotary_dim))
+    if rope.attention_factor is not None:
+        return inv_freq, rope.attention_factor
+    if rope.factor <= 1.0:
+        return inv_freq, 1.0
+    return inv_freq, math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+
+
+# --8<-- [end:longrope]
 
 
 def _yarn(rope: RopeConfig) -> torch.Tensor:

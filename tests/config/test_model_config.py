@@ -200,10 +200,15 @@ LLAMA3 = CONFIGS["llama-llama3"]["rope_scaling"]
         ("qwen3-layer-types", {"use_sliding_window": False}, "no window in use"),
         (
             "llama-linear",
-            {"rope_scaling": {"type": "su"}},
-            "rope_type is 'su'; supported are default, linear",
+            {"rope_scaling": {"type": "ntk"}},
+            "rope_type is 'ntk'; supported are default, linear",
         ),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; supported are default"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor is missing; it must be a list of"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            r"is \[1.0\]; it must be a list of",
+        ),
         ("llama-linear", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ("llama-linear", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
         ("llama-linear", {"rope_theta": -1.0}, "rope_theta is -1.0"),

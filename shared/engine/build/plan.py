@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
+from diptych.shared.config.hf_rope import for_context
 from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
@@ -68,6 +69,8 @@ def make_plan(
         model_config = with_quantization(model_config, config.quantization)
     config = resolve_config(config, model_config)
     assert config.panel is not None
+    assert config.context_len is not None
+    model_config = replace(model_config, rope=for_context(model_config.rope, config.context_len))
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:
