@@ -139,7 +139,7 @@ def dequantized(tensor: Any) -> torch.Tensor:
 
 # --8<-- [start:unpermuted]
 def unpermuted(values: torch.Tensor, name: str, config: ModelConfig) -> torch.Tensor:
-    """q and k with the two halves of each head one after the other; anything else as it is."""
+    """q and k with one half of each head behind the other; anything else as it is."""
     if ".self_attn.q_proj." not in name and ".self_attn.k_proj." not in name:
         return values
     num_heads = config.num_qo_heads if ".q_proj." in name else config.num_kv_heads

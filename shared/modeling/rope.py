@@ -68,8 +68,8 @@ def _llama3(rope: RopeConfig) -> torch.Tensor:
 
 # --8<-- [start:longrope]
 def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Each frequency has a divisor of its own, found by a search; contexts beyond the trained length have
-    another set of them."""
+    """Each frequency has a divisor of its own, found by a search. Contexts beyond the
+    trained length have another set of them."""
     divisors = torch.tensor(rope.long_factor if rope.is_long else rope.short_factor)
     dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
     inv_freq = 1.0 / (divisors.to(dims) * rope.theta ** (dims / rope.rotary_dim))

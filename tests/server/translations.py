@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from diptych.shared.server.api.generation import Usage
+from diptych.shared.types import SamplingParams
 
 Event = dict[str, Any]
 
@@ -14,6 +15,7 @@ Event = dict[str, Any]
 class FakeGeneration:
     """What a translation reads of a generation."""
 
+    params = SamplingParams()
     usage = Usage(prompt_tokens=10, completion_tokens=7, cached_tokens=4, reasoning_tokens=2)
 
 
