@@ -41,7 +41,7 @@ def _longrope(fields: Fields, rope: Fields, base: RopeConfig) -> RopeConfig:
     longest = fields.integer("max_position_embeddings")
     key = "original_max_position_embeddings"
     original = rope.integer(key, default=fields.integer(key, default=longest))
-    divisors = {}
+    divisors: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         wanted = f"a list of {base.rotary_dim // 2} numbers above 0"
         found = rope.raw(name, wanted)
