@@ -257,7 +257,7 @@ def test_a_server_whose_rank_is_killed_ends(flags: tuple[str, ...]) -> None:
     """Requests that run get an error, the exit code is not 0, and no process stays."""
     limits = ("--panel", "reference", "--device", "cpu", "--max-total-tokens", "4096")
     body = {"prompt": "Count", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with serving(*flags, *limits) as server:
+    with serving(*flags, *limits, own_interpreter=True) as server:
         ranks = descendants(server.process.pid)
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
@@ -276,7 +276,9 @@ def test_a_server_whose_rank_is_killed_ends(flags: tuple[str, ...]) -> None:
 @pytest.mark.full
 def test_a_server_whose_prefill_engine_is_killed_ends() -> None:
     """So a supervisor starts it again; with it gone, no new prompt would get an answer."""
-    with serving("--disaggregation", "--panel", "reference", "--device", "cpu") as server:
+    with serving(
+        "--disaggregation", "--panel", "reference", "--device", "cpu", own_interpreter=True
+    ) as server:
         os.kill(descendants(server.process.pid)[-1], signal.SIGKILL)
         assert server.process.wait(30) != 0
 

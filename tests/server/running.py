@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.server.forked import ForkedServer
+
 if TYPE_CHECKING:
     import anthropic
     import openai
@@ -26,17 +28,24 @@ MAIN = "from diptych.shared.tools.cli import main; main()"
 
 
 class RunningServer:
-    """`url` answers while the process lives. `log`: what it printed so far."""
+    """`url` answers while the process lives. `log`: what it printed so far. `own_interpreter`: the process is
+    not forked from one that has imported what a server imports."""
 
-    def __init__(self, *flags: str, command: str = "serve") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, command, "--port", "0", *flags],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, *flags: str, command: str = "serve", own_interpreter: bool = False) -> None:
+        arguments = [command, "--port", "0", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process: subprocess.Popen[str] | ForkedServer
+        if own_interpreter or sys.platform != "linux":
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        else:
+            self.process = ForkedServer(arguments, str(ROOT), environment)
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -101,9 +110,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, command: str = "serve") -> Iterator[RunningServer]:
+def serving(*flags: str, command: str = "serve", own_interpreter: bool = False) -> Iterator[RunningServer]:
     """A server that is gone afterwards."""
-    server = RunningServer(*flags, command=command)
+    server = RunningServer(*flags, command=command, own_interpreter=own_interpreter)
     try:
         yield server
     finally:

@@ -195,7 +195,7 @@ def test_death_of_the_engine_ends_everything() -> None:
     import anthropic
     import openai
 
-    with serving("--separate-process") as server:
+    with serving("--separate-process", own_interpreter=True) as server:
         processes = grammar_processes(server)
         streams = client_streams(server)
         for stream in streams:
@@ -216,7 +216,7 @@ def test_death_of_the_engine_ends_everything() -> None:
 
 def test_death_of_the_api_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with serving("--separate-process") as server:
+    with serving("--separate-process", own_interpreter=True) as server:
         processes = {*server.children, *grammar_processes(server)}
         assert list(tmp_path.glob("diptych-*")), "the folder of the sockets"
         server.kill()
@@ -225,7 +225,9 @@ def test_death_of_the_api_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_full_server_and_sigterm_drains() -> None:
-    with serving("--separate-process", "--drain-seconds", "20", "--max-live-requests", "2") as server:
+    with serving(
+        "--separate-process", "--drain-seconds", "20", "--max-live-requests", "2", own_interpreter=True
+    ) as server:
         assert_full_server_answers_429(server)
         processes = grammar_processes(server)
         connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
@@ -238,7 +240,7 @@ def test_full_server_and_sigterm_drains() -> None:
 
 @pytest.mark.full
 def test_sigterm_continues_a_paused_server() -> None:
-    with serving("--separate-process", "--drain-seconds", "20") as server:
+    with serving("--separate-process", "--drain-seconds", "20", own_interpreter=True) as server:
         connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
         connection.recv(10)
         assert post(server, "/pause_generation", {})[0] == 200
@@ -249,7 +251,7 @@ def test_sigterm_continues_a_paused_server() -> None:
 
 @pytest.mark.full
 def test_deadline_of_the_drain() -> None:
-    with serving("--separate-process", "--drain-seconds", "0.5") as server:
+    with serving("--separate-process", "--drain-seconds", "0.5", own_interpreter=True) as server:
         connection = connect(server, {**LONG, "stream": True})
         connection.recv(10)
         server.process.send_signal(signal.SIGTERM)

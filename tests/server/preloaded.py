@@ -1,0 +1,22 @@
+"""What a server on a CPU imports until it answers. The process that `forked` forks imports it once."""
+
+from importlib import import_module
+
+MODULES = (
+    "transformers.tokenization_utils_tokenizers",
+    "diptych.reference.attention",
+    "diptych.reference.decoder",
+    "diptych.reference.model_runner",
+    "diptych.reference.sampler",
+    "diptych.reference.scheduler",
+    "diptych.shared.engine.build.assembly",
+    "diptych.shared.engine.processes.start",
+    "diptych.shared.modeling.moe_modules",
+    "diptych.shared.server.engine.engine_loop",
+    "diptych.shared.server.serve",
+    "diptych.shared.text.template_limits",
+    "diptych.shared.tools.cli",
+)
+
+for name in MODULES:
+    import_module(name)
