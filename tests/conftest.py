@@ -3,7 +3,9 @@
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache
@@ -49,6 +51,25 @@ def _small_kv_pools() -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("diptych.shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Generator[None, None, None]:
+    """The other processes of an engine are forked from one that has imported it."""
+    if HAS_GPU or sys.platform != "linux":  # CUDA does not work in a forked process
+        yield
+        return
+    from tests.forked import SPAWN
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diptych.shared.engine.processes.child.multiprocessing", SPAWN)
+        yield
+
+
+@pytest.fixture
+def spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started as they are in use."""
+    monkeypatch.setattr("diptych.shared.engine.processes.child.multiprocessing", multiprocessing)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,6 +30,7 @@ from diptych.shared.parallel import channel
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.collective_log import Entry
 
+pytestmark = pytest.mark.usefixtures("spawned_ranks")
 ENTRY = Entry(1, "all_reduce", "tp", (2, 3), "float32", "decoder.py:7")
 
 

@@ -30,6 +30,7 @@ from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
 from tests.server.running import serving
 
+pytestmark = pytest.mark.usefixtures("spawned_ranks")
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.server.forked import ForkedServer
+from tests.forked import ForkedCommand
 
 if TYPE_CHECKING:
     import anthropic
@@ -34,7 +34,7 @@ class RunningServer:
     def __init__(self, *flags: str, command: str = "serve", own_interpreter: bool = False) -> None:
         arguments = [command, "--port", "0", *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process: subprocess.Popen[str] | ForkedServer
+        self.process: subprocess.Popen[str] | ForkedCommand
         if own_interpreter or sys.platform != "linux":
             self.process = subprocess.Popen(
                 [sys.executable, "-c", MAIN, *arguments],
@@ -45,7 +45,7 @@ class RunningServer:
                 text=True,
             )
         else:
-            self.process = ForkedServer(arguments, str(ROOT), environment)
+            self.process = ForkedCommand(arguments, str(ROOT), environment)
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

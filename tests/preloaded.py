@@ -1,5 +1,6 @@
-"""What a server on a CPU imports until it answers. The process that `forked` forks imports it once."""
+"""What engines and servers on a CPU import until they answer: `tests.forked` does it once."""
 
+import os
 from importlib import import_module
 
 MODULES = (
@@ -18,5 +19,6 @@ MODULES = (
     "diptych.shared.tools.cli",
 )
 
+os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported, and children draw no bars
 for name in MODULES:
     import_module(name)
