@@ -37,6 +37,11 @@ class default_generator:
 def manual_seed(seed): ...
 def set_num_threads(count): ...
 """
+STAND_INS = {  # what fixtures of the session patch
+    "diptych/shared/loading/kv_sizing": "MAX_CPU_TOKENS = 65_536",
+    "diptych/shared/engine/processes/child": "multiprocessing = None",
+    "tests/forked": "SPAWN = None",
+}
 
 
 def run_pytest(tmp_path: Path, case: str, num_gpus: int) -> tuple[str, str]:
@@ -44,11 +49,12 @@ def run_pytest(tmp_path: Path, case: str, num_gpus: int) -> tuple[str, str]:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_case.py").write_text(case)
     (tmp_path / "torch.py").write_text(TORCH_STAND_IN.format(num_gpus=num_gpus, has_gpu=num_gpus > 0))
-    loading = tmp_path / "diptych" / "shared" / "loading"  # the session's fixture limits pools
-    loading.mkdir(parents=True)
-    for package in (loading.parents[1], loading.parent, loading):
-        (package / "__init__.py").touch()
-    (loading / "kv_sizing.py").write_text("MAX_CPU_TOKENS = 65_536")
+    for module, text in STAND_INS.items():
+        path = tmp_path / f"{module}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        for folder in path.relative_to(tmp_path).parents[:-1]:
+            (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n  gpu: needs a GPU\n  gpus(n): needs several\n"
     )

@@ -377,8 +377,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "mode", ["tp", *(pytest.param(each, marks=pytest.mark.full) for each in MODES if each != "tp")]
 )
-@pytest.mark.usefixtures("spawned_ranks")
-def test_no_process_listens_beyond_loopback(mode: str) -> None:
+def test_no_process_listens_beyond_loopback(mode: str, spawned_ranks: None) -> None:
     """And one that sends garbage to what does listen ends nothing."""
     before = listening([os.getpid()])
     flags = {
