@@ -7,6 +7,7 @@ once, in order, in time linear in its length, and the same however it is cut int
 
 from __future__ import annotations
 
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -79,6 +80,11 @@ class Stream(ABC):
     @abstractmethod
     def peek(self) -> Steps[str]:
         """The next character, which is not read; "" at the end."""
+
+    def at_once(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Read what the pattern matches in the text that has come, if anything: a fast path for what would be
+        read in the same way without it."""
+        return None
 
     @abstractmethod
     def json(self, emit: Callable[[str], None]) -> Steps[bool]:

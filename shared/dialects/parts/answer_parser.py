@@ -14,6 +14,8 @@ from diptych.shared.text.control_text import CONTROLS
 
 MAX_HEAD_CHARS = 4096
 """Of a call before its name is known."""
+MAX_SKIPPED_CHARS = 16384
+"""In front of such a head."""
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.+-]*")
@@ -78,13 +80,20 @@ class Stream(interface.Stream):
 
     def until(self, *markers: str, emit: Emit | None = None) -> Steps[str]:
         markers_of, pattern, starts, longest = _compiled(tuple(map(self._as_read, markers)), markers)
+        most = MAX_SKIPPED_CHARS if emit is None and self._raw is not None else None
         while True:
             found = pattern.search(self._text, self._at) if markers else None
+            held = 0 if found is not None else self._num_held(markers_of, starts, longest)
+            end = found.start() if found is not None else len(self._text) - held
+            if most is not None:
+                if end - self._at > most:
+                    self._take(self._at + most)
+                    raise NotACall
+                most -= end - self._at
+            self._take(end, emit)
             if found is not None:
-                self._take(found.start(), emit)
                 self._take(found.end())
                 return markers_of[found[0]]
-            self._take(len(self._text) - self._num_held(markers_of, starts, longest), emit)
             if not (yield from self._more()):
                 # What is left is the beginning of a marker.
                 is_much = len(self._text) - self._at > 3
@@ -110,6 +119,12 @@ class Stream(interface.Stream):
         while self._at == len(self._text) and (yield from self._more()):
             pass
         return self._text[self._at : self._at + 1]
+
+    def at_once(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        match = pattern.match(self._text, self._at)
+        if match is not None:
+            self._take(match.end())
+        return match
 
     def json(self, emit: Emit) -> Steps[bool]:
         first = yield from self.peek()

@@ -7,6 +7,7 @@ schema leaves open is JSON, which the dialect reads too.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps, json_object
@@ -27,6 +28,11 @@ from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
 
 END, QUOTE = "<tool_call|>", '<|"|>'
 MAX_DEPTH = 64
+_GAP, _WORD = r"\s{0,64}", r"[\w.+-]{1,64}"
+_ROW = rf"\[{_GAP}(?:{_WORD}{_GAP}(?:,{_GAP}{_WORD}{_GAP})*)?\]"
+_VALUE = rf"{_GAP}({_WORD}|{_ROW}){_GAP}(?:,|(?=[\]}}]))"
+_ITEM, _PAIR = re.compile(_VALUE), re.compile(rf"{_GAP}(\w{{1,64}}){_GAP}:{_VALUE}")
+"""What most lists and objects consist of: these are read as others are, only faster."""
 _QUOTED = Tags(lambda name, is_text: QUOTE, QUOTE, QUOTE)
 
 
@@ -106,6 +112,9 @@ def read_object(stream: Stream, depth: int = 0) -> Steps[None]:
     """An object behind its brace, given out as JSON."""
     before, found = "{", ""
     while found not in ("}", END):
+        while depth < MAX_DEPTH and (pair := stream.at_once(_PAIR)):
+            stream.arguments(f"{before}{dumps(pair[1])}: {_simple(pair[2])}")
+            before = ", "
         yield from stream.space()
         if (yield from stream.accept("}")):
             break
@@ -127,6 +136,14 @@ def read_object(stream: Stream, depth: int = 0) -> Steps[None]:
         stream.arguments("}" if before == ", " else "{}")
 
 
+def _simple(text: str) -> str:
+    """A word, or a list of words, as JSON."""
+    if text[0] != "[":
+        return as_json(text, frozenset())
+    words = text[1:-1].split(",") if text[1:-1].strip() else ()
+    return f"[{', '.join(as_json(word.strip(), frozenset()) for word in words)}]"
+
+
 def _key(text: str) -> str:
     try:
         return str(json.loads(text, strict=False))
@@ -138,6 +155,9 @@ def _list(stream: Stream, depth: int) -> Steps[None]:
     """Behind its bracket."""
     before, found = "[", ""
     while found not in ("]", END):
+        while depth < MAX_DEPTH and (item := stream.at_once(_ITEM)):
+            stream.arguments(before + _simple(item[1]))
+            before = ", "
         yield from stream.space()
         if (yield from stream.accept("]")):
             break

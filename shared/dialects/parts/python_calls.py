@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps
 from diptych.shared.dialects.parts.typed_values import ObjectWriter
 from diptych.shared.dialects.parts.xml_arguments import json_format
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
+from diptych.shared.text.control_text import CONTROLS
 
 MAX_DEPTH = 32
 """Of lists and dictionaries in one another."""
@@ -21,6 +23,19 @@ _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"\+?(-?)([0-9_]*)(\.?)([0-9_]*)([eE][+-]?[0-9]+)?")
 _CLOSING = {"[": "]", "(": ")"}
+
+# What most lists and dictionaries consist of, up to its comma or to the bracket behind it: items are read one
+# by one as the rest of the literals is, only faster.
+_GAP, _END = r"\s{0,64}", r"(?:,|(?=[\])}]))"
+_PLAIN = rf"""[^'"\\\x00-\x1f{CONTROLS}]"""
+_TEXT = rf"""(?:"({_PLAIN}{{0,256}})"|'({_PLAIN}{{0,256}})')"""
+_LITERAL = r"[\w.+-]{1,64}"
+_ROW = rf"\[{_GAP}(?:{_LITERAL}{_GAP}(?:,{_GAP}{_LITERAL}{_GAP})*)?\]"
+_SIMPLE = rf"(?:{_TEXT}|({_LITERAL})|({_ROW}))"
+_ITEM = re.compile(rf"{_GAP}{_SIMPLE}{_GAP}{_END}")
+_PAIR = re.compile(rf"{_GAP}{_TEXT}{_GAP}:{_GAP}{_SIMPLE}{_GAP}{_END}")
+_SAME_IN_JSON = re.compile(rf"""(?:{_PLAIN}+|\\[ntrbf\\"])+""")
+"""Inside a string."""
 
 
 def read_python_call(stream: Stream, is_bare: bool) -> Steps[None]:
@@ -69,6 +84,9 @@ def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
     stream.arguments("{" if is_dict else "[")
     before = ""
     while True:
+        while depth + 1 < MAX_DEPTH and (item := stream.at_once(_PAIR if is_dict else _ITEM)):
+            stream.arguments(before + _written(item.groups(), is_dict))
+            before = ", "
         yield from stream.space()
         if (yield from stream.accept(closing)):
             stream.arguments("}" if is_dict else "]")
@@ -91,6 +109,17 @@ def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
         yield from stream.accept(",")
 
 
+def _written(groups: Sequence[str | None], is_dict: bool) -> str:
+    """The groups of an item or a pair as JSON."""
+    *key, double, single, word, row = groups
+    if row:
+        words = row[1:-1].split(",") if row[1:-1].strip() else ()
+        value = f"[{', '.join(_scalar(each.strip()) for each in words)}]"
+    else:
+        value = _scalar(word) if word else f'"{double or single or ""}"'
+    return f'"{key[0] or key[1] or ""}": {value}' if is_dict else value
+
+
 def _string(stream: Stream, quote: str) -> Steps[None]:
     """A string, which streams."""
 
@@ -99,7 +128,11 @@ def _string(stream: Stream, quote: str) -> Steps[None]:
 
     yield from stream.accept(quote)
     stream.arguments('"')
-    while (yield from stream.until(quote, "\\", emit=emit)) == "\\":
+    while True:
+        if same := stream.at_once(_SAME_IN_JSON):
+            stream.arguments(same[0])
+        if (yield from stream.until(quote, "\\", emit=emit)) != "\\":
+            break
         letter = yield from stream.peek()
         yield from stream.accept(letter)
         if letter in _NUM_DIGITS:
