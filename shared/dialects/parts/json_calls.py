@@ -27,7 +27,7 @@ def loads(text: str) -> Any:
     `ValueError` or `RecursionError`."""
     value = json.loads(text, strict=False, parse_float=_float, parse_int=_int, parse_constant=str)
     if "\\u" in text:  # half of a pair, perhaps
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        value = json.loads(dumps(value).encode("utf-8", "replace"))
     return value
 
 
