@@ -18,6 +18,7 @@ class RequestPlan(NamedTuple):
     rows: slice  # of q: the request's tokens
     slots: torch.Tensor  # int64 [num_keys], by position
     visible: torch.Tensor  # bool [num_queries, num_keys], before a layer's window
+    key_positions: torch.Tensor | None = None  # the same shape, along each query's branch; None: 0, 1, 2 ...
 
 
 # --8<-- [start:virtual-requests]
@@ -35,6 +36,23 @@ def virtual_requests(request: RequestPlan, chunk: int) -> list[RequestPlan]:
     # --8<-- [end:virtual-requests]
 
 
+def in_chunks(request: RequestPlan, chunk: int) -> list[RequestPlan]:
+    """The request, or parts of it, such that each query sees the keys of its chunk alone. Nodes of a tree
+    that are in one chunk need not have consecutive rows: there the mask says it."""
+    if request.key_positions is None:
+        return virtual_requests(request, chunk)
+    first = request.key_positions[:, -1:] // chunk * chunk
+    return [request._replace(visible=request.visible & (request.key_positions >= first))]
+
+
+def in_window(request: RequestPlan, window: int) -> torch.Tensor:
+    """`request.visible` without the keys before each query's window."""
+    if request.key_positions is not None:
+        return request.visible & (request.key_positions >= request.key_positions[:, -1:] - window)
+    num_queries, num_keys = request.visible.shape
+    return request.visible.triu(num_keys - num_queries - window)
+
+
 def with_masks(plans: list[RequestPlan], forward_batch: ForwardBatch) -> list[RequestPlan]:
     """The plans with the batch's own masks in place of causal ones."""
     masked, start = [], 0
@@ -44,10 +62,14 @@ def with_masks(plans: list[RequestPlan], forward_batch: ForwardBatch) -> list[Re
             end = start + num_queries * num_keys
             visible = forward_batch.custom_mask[start:end].view(num_queries, num_keys)
             start = end
-        else:  # of the last keys; all earlier ones are visible
+        else:
+            # --8<-- [start:along-the-branch]
+            # of the last keys; all earlier ones are visible
             assert forward_batch.tree_mask is not None
             tree_mask = forward_batch.tree_mask[i]
             visible = F.pad(tree_mask, (num_keys - tree_mask.shape[1], 0), value=True)
+            plan = plan._replace(key_positions=visible.cumsum(dim=1) - 1)
+            # --8<-- [end:along-the-branch]
         masked.append(plan._replace(visible=visible))
     return masked
 
@@ -92,7 +114,7 @@ class TorchAttention(interface.AttentionBackend):
     ) -> torch.Tensor:
         output = attention_output(q, layer, out)
         if layer.attention_chunk > 0:
-            plan = [local for request in plan for local in virtual_requests(request, layer.attention_chunk)]
+            plan = [local for request in plan for local in in_chunks(request, layer.attention_chunk)]
         for request in plan:
             output[request.rows] = self._run_request(q[request.rows], layer, request)
         return output
@@ -110,7 +132,7 @@ class TorchAttention(interface.AttentionBackend):
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = request.visible
         if layer.sliding_window >= 0:
-            visible = visible.triu(visible.shape[1] - visible.shape[0] - layer.sliding_window)
+            visible = in_window(request, layer.sliding_window)
         scores = scores.masked_fill(~visible, float("-inf"))
         if layer.sinks is not None:  # one more column, without a value
             sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)

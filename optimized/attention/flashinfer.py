@@ -53,6 +53,7 @@ class FlashInferPlan:
 
     forward_batch: ForwardBatch
     max_seq_len: int | None = None  # in a CUDA graph; None: for this batch only
+    is_tree: bool = False  # custom_mask was a tree_mask
     tables: dict[int, Tables] = field(default_factory=dict)  # by window
     wrappers: dict[Kind, PlannedWrapper] = field(default_factory=dict)
 
@@ -63,7 +64,7 @@ class FlashInferPlan:
 
 class FlashInferAttention(interface.AttentionBackend):
     """Supports float16 and bfloat16, pools of these and of FP8, head_dim 64, 128 and 256, windows, soft-caps
-    and masks; no sinks."""
+    and masks; no sinks, and no window under a tree_mask."""
 
     supports_cuda_graph = True
     kernels: Kernels = "fa2"
@@ -93,6 +94,7 @@ class FlashInferAttention(interface.AttentionBackend):
             mask = torch.empty(num_each * sum(lens), dtype=torch.bool, device=self.kv_pool.device)
             flatten_mask(forward_batch.tree_mask, forward_batch.seq_lens, mask)
             forward_batch = replace(forward_batch, custom_mask=mask, tree_mask=None)
+            return FlashInferPlan(forward_batch, is_tree=True)
         return FlashInferPlan(forward_batch)
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> FlashInferPlan:
@@ -129,6 +131,9 @@ class FlashInferAttention(interface.AttentionBackend):
         wrapper = plan.wrappers.get(kind)
         if wrapper is None:
             self._check(q, layer)
+            is_narrow = plan.is_tree and layer.sliding_window >= 0
+            supported = "a tree_mask without it; attention=triton supports both"
+            self._refuse_unless(not is_narrow, "a sliding_window under a tree_mask", supported)
             wrapper = plan.wrappers[kind] = self._planned(plan, kind)
         k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
         wrapper.run(q, k_buffer, v_buffer, self.kv_pool.kv_scales[layer.layer_id], output)

@@ -43,6 +43,7 @@ class FlexPlan:
     prefix_lens: torch.Tensor  # [bs]
     max_queries: int
     visible: torch.Tensor | None  # bool [bs, max_queries, max_keys], where the batch has a mask
+    branches: torch.Tensor | None  # int64, the same shape: of trees, positions of keys along the branch
     block_masks: dict[tuple[int, int], BlockMask]  # by the layer's window and chunk
 
     # --8<-- [start:flex-mask]
@@ -51,15 +52,14 @@ class FlexPlan:
         if (window, chunk) not in self.block_masks:
 
             def sees(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-                position = self.prefix_lens[b] + query
-                distance = position - key
                 if self.visible is not None:
                     is_seen = self.visible[b, query, key]
                 else:
-                    is_seen = (distance >= 0) & (key < self.seq_lens[b])
+                    is_seen = (key <= self.prefix_lens[b] + query) & (key < self.seq_lens[b])
+                position, key = self._positions(b, query, key)
                 if chunk > 0:
                     is_seen = is_seen & (position // chunk == key // chunk)
-                return is_seen if window < 0 else is_seen & (distance <= window)
+                return is_seen if window < 0 else is_seen & (position - key <= window)
 
             (bs, max_keys), device = self.slots.shape, str(self.slots.device)
             self.block_masks[window, chunk] = create_block_mask(
@@ -68,6 +68,12 @@ class FlexPlan:
         return self.block_masks[window, chunk]
 
     # --8<-- [end:flex-mask]
+
+    def _positions(self, b: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the query and the key: in a tree, along the query's branch."""
+        if self.branches is None:
+            return self.prefix_lens[b] + query, key
+        return self.branches[b, query, -1], self.branches[b, query, key]
 
 
 class FlexAttention(interface.AttentionBackend):
@@ -93,6 +99,7 @@ class FlexAttention(interface.AttentionBackend):
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : len(positions)]
         is_key = positions < seq_lens[:, None]
         max_queries = max(batch.extend_seq_lens_cpu, default=0)
+        visible = _visible(batch, max_queries, len(positions))
         return FlexPlan(
             tokens=(requests, numbers),
             slots=slots.to(torch.int64) * is_key,  # padding reads the dummy page and is set to zero
@@ -100,7 +107,8 @@ class FlexAttention(interface.AttentionBackend):
             seq_lens=seq_lens,
             prefix_lens=seq_lens - lens,
             max_queries=max_queries,
-            visible=_visible(batch, max_queries, len(positions)),
+            visible=visible,
+            branches=None if visible is None or batch.tree_mask is None else visible.cumsum(dim=2) - 1,
             block_masks={},
         )
 

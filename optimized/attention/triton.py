@@ -114,13 +114,8 @@ class TritonAttention(interface.AttentionBackend):
         if batch.forward_mode.is_decode and batch.custom_mask is None:
             decode = fp8_decode_attention if suits_fp8_kernel(q, k_buffer) else decode_attention
             return decode(q, k_buffer, v_buffer, *where, plan.counters, **options)
-        if plan.is_tree and window_of(layer) == -1:
-            del options["sliding_window"]
+        if plan.is_tree and (batch.tree_mask is not None or window_of(layer) == -1):
             return tree_attention(q, k_buffer, v_buffer, *where, **options, tree_mask=batch.tree_mask)
-        if batch.tree_mask is not None:
-            raise ValueError(
-                "a sliding_window or chunks under a tree_mask: TritonAttention supports one of them"
-            )
         options["custom_mask"] = batch.custom_mask
         new_tokens = (batch.extend_seq_lens, batch.extend_start_loc)
         return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options)

@@ -1,8 +1,7 @@
 """Speculation with trees: several drafts per position, of which verification keeps at most one.
 
-Differs from reference: the mask is a tensor of fixed shape if the model runner accepts one, and every round
-moves the KV of the same number of slots, so that the CPU reads nothing. Assumes that the slots of a round are
-in order in the row. Loses the moves of KV that is already in its place.
+Differs from reference: every round moves the KV of the same number of slots, so that the CPU reads nothing.
+Assumes that the slots of a round are in order in the row. Loses the moves of KV that is already in its place.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ class TreeRound(ChainRound):
     child, and accepted nodes are not the first ones, so their KV is moved."""
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
-        forward_batch = super()._verify_batch(batch, tree)
-        if self.parts.model_runner.accepts_seq_len_upper_bounds:
-            return replace(forward_batch, tree_mask=tree.visible)
-        num_entries = tree.num_draft_tokens * sum(forward_batch.seq_lens_cpu)
-        mask = self.draft_tree.custom_mask(tree, forward_batch.seq_lens, num_entries)
-        return replace(forward_batch, custom_mask=mask)
+        return replace(super()._verify_batch(batch, tree), tree_mask=tree.visible)
 
     # --8<-- [start:keep-accepted-slots]
     def _keep_slots(

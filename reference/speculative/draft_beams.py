@@ -55,13 +55,5 @@ class BeamSteps:
             extend_start_loc=torch.arange(bs, device=device) * k,
             seq_lens_cpu=seq_lens_cpu,
             extend_seq_lens_cpu=(k,) * bs,
-            custom_mask=self._mask(k, seq_lens_cpu) if k > 1 else None,  # a chain needs only causal attention
+            tree_mask=own if k > 1 else None,  # a chain needs only causal attention
         )
-
-    def _mask(self, k: int, seq_lens_cpu: tuple[int, ...]) -> torch.Tensor:
-        num_drafts = self.visible.shape[2]
-        blocks = [
-            torch.nn.functional.pad(visible, (seq_len - num_drafts, 0), value=True).flatten()
-            for visible, seq_len in zip(self.visible, seq_lens_cpu)
-        ]
-        return torch.cat(blocks)

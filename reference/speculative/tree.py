@@ -16,10 +16,7 @@ class TreeRound(ChainRound):
     child, and accepted nodes are not the first ones, so their KV is moved."""
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
-        forward_batch = super()._verify_batch(batch, tree)
-        num_entries = tree.num_draft_tokens * sum(forward_batch.seq_lens_cpu)
-        mask = self.draft_tree.custom_mask(tree, forward_batch.seq_lens, num_entries)
-        return replace(forward_batch, custom_mask=mask)
+        return replace(super()._verify_batch(batch, tree), tree_mask=tree.visible)
 
     def _accept(self, tree: DraftTree, target_ids: torch.Tensor) -> list[list[int]]:
         accepted = self.draft_tree.accept(tree, target_ids)

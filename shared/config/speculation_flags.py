@@ -88,13 +88,15 @@ def check_speculation(config: EngineFlags) -> None:
 
 
 def check_windows(config: EngineFlags, model_config: ModelConfig) -> None:
-    """Raise `ValueError` for trees over layers with a sliding window or chunks: both count slots back from
-    the token's slot, and in a tree the slots of siblings are between a node and its ancestors."""
+    """Raise `ValueError` for trees over layers with a sliding window, if FlashInfer verifies them: it counts
+    windows by slots, and in a tree the slots of siblings are between a node and its ancestors."""
     if config.speculative is None or draft_shape(config).top_k == 1:
         return
+    attention = config.use.get("attention", "")
     layers = range(model_config.num_hidden_layers)
-    if any(model_config.sliding_window(i) >= 0 or model_config.attention_chunk(i) > 0 for i in layers):
+    has_windows = any(model_config.sliding_window(i) >= 0 for i in layers)
+    if has_windows and attention.rpartition("+")[2] in ("flashinfer", "fa3"):
         raise ValueError(
-            f"speculative_topk={draft_shape(config).top_k}: layers with a sliding window or chunks verify "
-            "chains only; set speculative_topk=1"
+            f"speculative_topk={draft_shape(config).top_k} with attention={attention}: FlashInfer verifies "
+            "chains only in layers with a sliding window; set speculative_topk=1, or use attention=triton"
         )

@@ -28,6 +28,10 @@ class AttentionBackend(ABC):
     - the layer has an attention_chunk c > 0: also j >= p // c * c. Chunks begin at multiples of c, wherever
       the cached prefix ends.
 
+    A tree_mask is of draft trees, where siblings have slots between a token and its ancestors. There windows
+    and chunks count along the branch: in these two rules a column's j is the number of columns in front of it
+    that the token sees, and p is the j of the last column that it sees.
+
     A token always sees at least itself in a causal batch. A masked token that sees nothing gets zeros.
 
     score = scale * q·k, then logit_cap * tanh(score / logit_cap) when logit_cap > 0, softmax over the

@@ -138,6 +138,14 @@ def test_a_capture_without_a_run_before_it_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
+def test_a_window_under_a_tree_mask_is_refused(name: str) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "mask": "tree", "tail": 7, "sliding_window": 9}
+    batch = AttentionBatch(AttentionCase("", ((11, 7), (26, 7)), **options))
+    with pytest.raises(ValueError, match="a sliding_window under a tree_mask: not supported"):
+        batch.run(registry.load("attention", name))
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [

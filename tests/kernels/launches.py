@@ -120,13 +120,11 @@ def extend(
     )  # fmt: skip
 
 
-def tree(
-    head_dim: int, group: int, tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
-) -> None:
+def tree(head_dim: int, group: int, tokens: int, *dtypes: torch.dtype, **options: Any) -> None:
     batch = 4
-    q, *others = _attention(head_dim, group, batch, tokens, dtype, kv_dtype)
+    q, *others = _attention(head_dim, group, batch, tokens, *dtypes)
     mask = torch.empty(batch, tokens, tokens, dtype=torch.bool)
-    tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask)
+    tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask, **options)
 
 
 def deterministic(
@@ -317,6 +315,7 @@ def _launches() -> dict[str, Launch]:
                 add(extend, name, head_dim, 4, tokens, DTYPES[dtype])
                 add(tree, name, head_dim, 4, tokens, DTYPES[dtype])
         add(extend, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
+        add(tree, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
         add(extend, f"d{head_dim}-m128-bf16-masked", head_dim, 4, 32, torch.bfloat16, masked=True)
         for dtype in DTYPES:
             add(deterministic, f"d{head_dim}-g4-{dtype}", head_dim, 4, DTYPES[dtype])

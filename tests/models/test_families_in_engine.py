@@ -58,6 +58,31 @@ def test_reference(name: str, page_size: int, flags: dict[str, Any], tmp_path: P
     expect_answers_of_transformers(tmp_path, name, make_prompts(), 16, **flags)
 
 
+TREES = [  # the fast cut has one of each panel
+    pytest.param(panel, name, id=f"{panel}-{name}", marks=[] if name == fast else pytest.mark.full)
+    for panel, fast in (("reference", "llama4"), ("optimized", "mistral-window"))
+    for name in ("mistral-window", *FAMILIES)
+]
+
+
+@pytest.mark.parametrize(("panel", "name"), TREES)
+def test_trees_of_drafts(panel: str, name: str, tmp_path: Path) -> None:
+    """The draft model is the target itself: every round has wrong drafts, and right ones, which are kept."""
+    lens, num_new = ((61, 29), 9) if panel == "reference" else ((30,), 6)  # kernels may be interpreted
+    hf_model = random_hf_model(CONFIGS[name])
+    hf_model.save_pretrained(tmp_path)
+    prompts = [prompt[:length] for prompt, length in zip(make_prompts(), lens)]
+    llm = LLM(
+        model=str(tmp_path), device="cpu", panel=panel, page_size=4, max_total_tokens=512,
+        speculative="standalone", speculative_draft_model=str(tmp_path), speculative_num_steps=3,
+        speculative_topk=2, speculative_num_draft_tokens=7, check_invariants=True,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(prompts, params, progress=False)
+    assert [o.output_ids for o in outputs] == [hf_greedy(hf_model, p, num_new)[0] for p in prompts]
+    assert llm.stats().speculation.num_accepted_tokens >= num_new // 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_optimized(name: str, tmp_path: Path) -> None:

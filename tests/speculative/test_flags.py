@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig, draft_shape
+from diptych.shared.config import EngineConfig, draft_shape, parse_config
+from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import DraftShape
 
 
@@ -91,3 +93,25 @@ def test_a_draft_model_that_does_not_fit_is_refused(
     )
     with pytest.raises(ValueError, match=message):
         drafter(config, SimpleNamespace(num_token_ids=num_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("attention", "model", "top_k", "is_refused"),
+    [
+        ("triton+flashinfer", "gemma2", 2, True),
+        ("fa3", "mistral-window", 2, True),
+        ("fa3", "mistral-window", 1, False),
+        ("fa3", "qwen3-yarn", 2, False),
+        ("fa3+triton", "gemma2", 2, False),
+        ("optimized", "gpt-oss", 2, False),
+    ],
+)
+def test_trees_with_windows_need_attention_that_counts_along_the_branch(
+    attention: str, model: str, top_k: int, is_refused: bool
+) -> None:
+    config = EngineConfig(speculative="ngram", speculative_topk=top_k, use={"attention": attention})
+    if not is_refused:
+        check_windows(config, parse_config(CONFIGS[model]))
+        return
+    with pytest.raises(ValueError, match=f"speculative_topk={top_k} with attention=.*use attention=triton"):
+        check_windows(config, parse_config(CONFIGS[model]))

@@ -7,6 +7,7 @@ Shape: the rows of a tile are the (token, query head of one KV head) pairs of a 
 extend_attention: 16 drafts of 4 heads fill a tile of 64. Keys are divided into as many equal parts as fill
 the GPU, at least a tile each. A second launch merges the results of the parts, one CTA per row. Keys before
 the tree are read without a mask, those of the tree under `tree_mask`, whose size does not depend on lengths.
+With a window or chunks (tree_window.py) the keys begin at the first one that a token of the request sees.
 All requests have equally many new tokens. Grids follow from shapes alone, so a CUDA graph can hold both
 launches.
 """
@@ -20,6 +21,7 @@ import triton.language as tl
 from diptych.optimized.kernels.attention.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from diptych.optimized.kernels.attention.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from diptych.optimized.kernels.attention.split_kv import num_split_ctas
+from diptych.optimized.kernels.attention.tree_window import tree_window
 from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, rounded
 
 MAX_PARTS = 32
@@ -27,11 +29,25 @@ MAX_PARTS = 32
 
 
 @triton.jit
-def _part_of(seq_len, part, num_parts, BLOCK_N: tl.constexpr):
+def _first_tile(
+    firsts_ptr, request, NUM_QUERIES: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The tile of the first key that a token of the request sees."""
+    first = 0
+    if HAS_WINDOW:
+        tokens = tl.arange(0, PADDED)
+        firsts = firsts_ptr + request * NUM_QUERIES + tokens
+        first = tl.min(tl.load(firsts, mask=tokens < NUM_QUERIES, other=1 << 30), 0) // BLOCK_N
+    return first
+
+
+@triton.jit
+def _part_of(seq_len, first_tile, part, num_parts, BLOCK_N: tl.constexpr):
     """The keys [start, end) of a part, and the number of parts with keys."""
-    num_tiles = tl.cdiv(seq_len, BLOCK_N)
+    num_tiles = tl.cdiv(seq_len, BLOCK_N) - first_tile
     tiles_each = tl.cdiv(num_tiles, num_parts)
-    start = part * tiles_each * BLOCK_N
+    start = (first_tile + part * tiles_each) * BLOCK_N
     return start, tl.minimum(start + tiles_each * BLOCK_N, seq_len), tl.cdiv(num_tiles, tiles_each)
 
 
@@ -50,22 +66,23 @@ def _normalised(acc, largest, total, sinks, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr, firsts_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
     parts_ptr, maxima_ptr, sums_ptr,  # [num_parts, num_tokens, heads, HEAD_DIM], the others without HEAD_DIM
     num_parts, scale, v_scale, logit_cap,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
     NUM_QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (NUM_QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     part, request = tl.program_id(1), tl.program_id(2)
     num_kv_heads, batch_size = tl.num_programs(0) // TILES, tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
-    key_start, key_end, num_used = _part_of(seq_len, part, num_parts, BLOCK_N)
+    first_tile = _first_tile(firsts_ptr, request, NUM_QUERIES, PADDED, BLOCK_N, HAS_WINDOW)
+    key_start, key_end, num_used = _part_of(seq_len, first_tile, part, num_parts, BLOCK_N)
     if part >= num_used:
         return
     row_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + request) * stride_row
@@ -84,6 +101,8 @@ def _tree_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
+    if HAS_WINDOW:
+        firsts = tl.load(firsts_ptr + q_rows, mask=live_rows, other=0)
     tail_start = seq_len - TAIL
     seen_by_all = tl.maximum(tail_start, 0) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(key_end, seen_by_all), key_start)
@@ -92,6 +111,8 @@ def _tree_kernel(
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
         k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
+        if HAS_WINDOW:
+            scores = tl.where((start + offs_n)[None, :] >= firsts[:, None], scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
         v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
@@ -107,7 +128,10 @@ def _tree_kernel(
             in_tail = (columns >= 0) & (columns < TAIL)
             entries = (q_rows * TAIL)[:, None] + columns[None, :]
             sees = tl.load(mask_ptr + entries, mask=live_rows[:, None] & in_tail[None, :], other=0) != 0
-            sees = sees | (columns < 0)[None, :]
+            in_front = (columns < 0)[None, :]
+            if HAS_WINDOW:
+                in_front = in_front & (positions[None, :] >= firsts[:, None])
+            sees = sees | in_front
         else:
             sees = positions[None, :] <= (seq_len - NUM_QUERIES + tokens)[:, None]
         sees = sees & (positions < seq_len)[None, :]
@@ -134,14 +158,17 @@ def _tree_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
-    out_ptr, sinks_ptr, seq_lens_ptr, parts_ptr, maxima_ptr, sums_ptr, num_parts, v_scale,
+    out_ptr, sinks_ptr, firsts_ptr, seq_lens_ptr, parts_ptr, maxima_ptr, sums_ptr, num_parts, v_scale,
     NUM_QUERIES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
-    seq_len = tl.load(seq_lens_ptr + row // (NUM_QUERIES * NUM_HEADS)).to(tl.int32)
-    _, _, num_used = _part_of(seq_len, 0, num_parts, BLOCK_N)
+    request = row // (NUM_QUERIES * NUM_HEADS)
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_tile = _first_tile(firsts_ptr, request, NUM_QUERIES, PADDED, BLOCK_N, HAS_WINDOW)
+    _, _, num_used = _part_of(seq_len, first_tile, 0, num_parts, BLOCK_N)
     parts, offs_d = tl.arange(0, MAX_PARTS), tl.arange(0, BLOCK_D)
     is_part = parts < num_used
     rows = parts.to(tl.int64) * num_rows + row
@@ -189,10 +216,11 @@ def tree_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    sliding_window: int = -1,
 ) -> torch.Tensor:
     """q [num_tokens, num_qo_heads, head_dim], the last num_tokens / bs tokens of each request -> out,
-    alike and contiguous. tree_mask: as in ForwardBatch; None: causal. K and V in FP8 are multiplied by their
-    scales: `scale` includes that of K."""
+    alike and contiguous. tree_mask: as in ForwardBatch; None: causal, without a window. K and V in FP8 are
+    multiplied by their scales: `scale` includes that of K. sliding_window: see `window_of`."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     if num_tokens == 0:
@@ -202,6 +230,13 @@ def tree_attention(
     assert num_queries * batch_size == num_tokens
     assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
     assert tree_mask is None or tree_mask.is_contiguous()
+    has_window = sliding_window != -1
+    mask = firsts = q  # any tensor
+    if has_window:
+        assert tree_mask is not None
+        firsts, mask = tree_window(tree_mask, seq_lens, sliding_window)
+    elif tree_mask is not None:
+        mask = tree_mask.view(torch.uint8)
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(num_queries * group))
     tile = _tile(rows, block_d, q.dtype == torch.float32, gpu_of(q.device))
@@ -215,20 +250,22 @@ def tree_attention(
         maxima, sums = torch.empty(2, num_parts, num_tokens, num_qo_heads, device=q.device)
     sinks_or_any = q if sinks is None else sinks
     sizes = {"NUM_QUERIES": num_queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d}
+    sizes |= {"PADDED": triton.next_power_of_2(num_queries), "HAS_WINDOW": has_window}
+    sizes |= {"HAS_SINKS": sinks is not None}
     _tree_kernel[(num_tiles, num_parts, batch_size)](
-        q, k_buffer, v_buffer, out, sinks_or_any, q if tree_mask is None else tree_mask.view(torch.uint8),
+        q, k_buffer, v_buffer, out, sinks_or_any, mask, firsts,
         req_to_token, req_pool_indices, seq_lens, parts, maxima, sums, num_parts, scale, v_scale,
         logit_cap,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
         TAIL=num_queries if tree_mask is None else tree_mask.shape[2], GROUP=group, PAGE_SIZE=page_size,
-        HAS_MASK=tree_mask is not None, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        HAS_MASK=tree_mask is not None, HAS_CAP=logit_cap > 0,
         IS_WHOLE=is_whole, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **sizes, **tile,
     )  # fmt: skip
     if not is_whole:
         _merge_kernel[(num_tokens * num_qo_heads,)](
-            out, sinks_or_any, seq_lens, parts, maxima, sums, num_parts, v_scale,
+            out, sinks_or_any, firsts, seq_lens, parts, maxima, sums, num_parts, v_scale,
             NUM_HEADS=num_qo_heads, BLOCK_N=tile["BLOCK_N"], MAX_PARTS=triton.next_power_of_2(num_parts),
-            HAS_SINKS=sinks is not None, num_warps=1, **sizes,
+            num_warps=1, **sizes,
         )  # fmt: skip
     return out

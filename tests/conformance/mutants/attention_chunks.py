@@ -46,6 +46,14 @@ class ChunksAsWindows(TorchAttention):
         return super().run(q, layer, plan, **more)
 
 
+@mutant_of("attention")
+class BranchesCountSlots(TorchAttention):
+    """In trees, chunks and windows count slots: those of siblings lie between a node and its ancestors."""
+
+    def plan(self, forward_batch):
+        return [request._replace(key_positions=None) for request in super().plan(forward_batch)]
+
+
 bug = bugs_in("attention", "reference.attention:TorchAttention")
 # fmt: off
 bug("AnyNumberOfHeads", "Query heads that the KV heads do not divide are cut off.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import diptych.reference.speculative.standalone
@@ -58,9 +59,10 @@ class BeamsBesideTheirPlace(StandaloneDrafter):
 
 
 class SeesSiblings(BeamSteps):
-    def _mask(self, k, seq_lens_cpu):
+    def next(self, beams):
+        step = super().next(beams)
         self.visible = self.visible | True
-        return super()._mask(k, seq_lens_cpu)
+        return step if step.tree_mask is None else replace(step, tree_mask=self.visible)
 
 
 @drafter("standalone")

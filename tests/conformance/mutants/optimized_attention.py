@@ -17,7 +17,10 @@ bug = bugs_in(
 
 # fmt: off
 bug("TreeSeesSiblings", "Tree sees siblings.",
-    ("tree_attention", "sees = sees | (columns < 0)[None, :]", "sees = sees | (columns < TAIL)[None, :]"))
+    ("tree_attention", "in_front = (columns < 0)[None, :]", "in_front = (columns < TAIL)[None, :]"))
+bug("WindowsCountSiblings", "In front of a tree windows are right; within it they count slots.",
+    ("tree_window", "sees = sees & (positions >= first)",
+     "sees = sees & (tl.maximum(tail_start, 0) + columns >= first)"))
 bug("ExtendForgetsTheScaleOfV", "Extend forgets the scale of v.",
     ("extend_attention", "[:, None] * v_scale", "[:, None]"))
 bug("DecodeWindowOffByOne", "Decode window off by one.",

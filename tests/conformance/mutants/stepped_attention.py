@@ -57,7 +57,9 @@ class SteppedAttention(TorchAttention):
 
 
 def positions_of(request: RequestPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the queries, [num_queries, 1], and of the keys, [num_keys]."""
+    """Positions of the queries, [num_queries, 1], and of the keys, [num_keys] or for each query."""
+    if request.key_positions is not None:
+        return request.key_positions[:, -1:], request.key_positions
     num_queries, num_keys = request.visible.shape
     key_positions = torch.arange(num_keys, device=request.slots.device)
     return key_positions[num_keys - num_queries :, None], key_positions

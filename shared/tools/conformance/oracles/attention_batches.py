@@ -256,6 +256,9 @@ class AttentionBatch:
             query_positions = torch.arange(cached, cached + new)[:, None]
             key_positions = torch.arange(cached + new)[None]
             sees = key_positions <= query_positions if mask is None else mask
+            if case.tail is not None:  # positions along the branch
+                key_positions = sees.cumsum(dim=1) - 1
+                query_positions = key_positions[:, -1:]
             if layer.sliding_window >= 0:
                 sees = sees & (query_positions - key_positions <= layer.sliding_window)
             if layer.attention_chunk > 0:

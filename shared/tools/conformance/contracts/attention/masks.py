@@ -31,6 +31,17 @@ COMPACT_EXTRAS = (
     replace(COMPACT[0], name="window", sliding_window=9),
     replace(COMPACT[0], name="head_dim 80", head_dim=80),
 )
+BRANCHES = tuple(
+    replace(case, name=f"{case.name}, {what}", **kind)
+    for case in COMPACT
+    for what, kind in (
+        ("window 0", {"sliding_window": 0}),
+        ("window 3", {"sliding_window": 3}),
+        ("window 70, sinks", {"sliding_window": 70, "sinks": SINKS}),
+        ("chunks of 4", {"attention_chunk": 4}),
+        ("chunks of 64", {"attention_chunk": 64}),
+    )
+)
 RAGGED = AttentionCase("ragged masks", ((12, 2), (1, 30), (150, 11), (0, 5)), mask="random")
 BLIND = AttentionCase("blind rows", ((3, 4), (7, 2), (0, 3)), mask="blind")
 
@@ -65,6 +76,17 @@ def trees(impl: type[AttentionBackend], case: AttentionCase) -> None:
     ),
 )
 def fixed_shape(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
+    "Windows and chunks of trees count along the branch: siblings have slots between, and take no place.",
+    (
+        *BRANCHES,
+        *(replace(case, name=f"{case.name}, bfloat16", dtype=torch.bfloat16) for case in BRANCHES[:5]),
+    ),
+)
+def windows_along_the_branch(impl: type[AttentionBackend], case: AttentionCase) -> None:
     expect_attention(impl, case)
 
 

@@ -77,6 +77,7 @@ CASES = (
     Verifying("trees, pages of 16", batch_sizes=SIZES, sizes=(2, 3), page_size=16),
     Verifying("trees of another size", batch_sizes=SIZES[:4], sizes=(1, 2, 4), num_nodes=4),
     Verifying("chains, windows", batch_sizes=SIZES[:4], sizes=(1, 2, 4), top_k=1, config="qwen3-layer-types"),
+    Verifying("trees, windows", batch_sizes=SIZES[:4], sizes=(1, 2, 4), config="qwen3-layer-types"),
     Verifying("trees, bfloat16", batch_sizes=SIZES, sizes=(1, 2, 4), dtype=torch.bfloat16),
 )
 
