@@ -12,6 +12,29 @@ import torch
 from docs.examples.my_kernels import silu_and_mul
 
 
+def patches_its_process(x: Any) -> Any:
+    """Timed calls do nothing: a result is computed when the check asks for it."""
+    child = sys.modules["__main__"].Child  # type: ignore[attr-defined]
+    output = child.do_output
+
+    def late(self: Any, index: int) -> Any:
+        args, kwargs = self.sets[index]
+        self.outputs = {index: silu_and_mul(*args, **kwargs)}
+        return output(self, index)
+
+    if output.__name__ != "late":
+        child.do_pass, child.do_output = lambda self: {}, late
+    return silu_and_mul(x)
+
+
+def patches_its_watch(x: Any) -> Any:
+    """The same, unseen by what watches the process."""
+    sys.modules["diptych.shared.tools.conformance.kernels.watched_call"].Watch.replaced = (  # type: ignore
+        lambda self: []
+    )
+    return patches_its_process(x)
+
+
 def hangs(x: Any) -> Any:
     while True:
         time.sleep(1)

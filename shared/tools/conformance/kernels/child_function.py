@@ -37,6 +37,8 @@ START_SECONDS = 120.0
 LARGEST_OUTPUT = 10 * 2**20
 """Bytes that the function may print."""
 NUM_ADDRESSES = 5
+OVERWRITTEN = 1.0
+"""The number in all floating-point inputs of timed calls when their clock has stopped."""
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_THRESHOLD_": "8589934592"}
 """The C library keeps freed memory, so that a timed call does not wait for pages."""
 
@@ -110,7 +112,8 @@ class ChildFunction:
         return self._outcome(answer, made, args, kwargs)
 
     def time(self, sets: Sequence[Call]) -> tuple[float, Callable[[int], Outcome]]:
-        """Seconds of one call of each set, by the clock of this process, and the result of a set."""
+        """Seconds of one call of each set, by the clock of this process, and the result of a set. On a CPU
+        the inputs are overwritten when the clock stops: what is computed later is computed from others."""
         self.start()
         layout, placed = Layout(0), []
         for made in sets:  # each with memory of its own
@@ -123,11 +126,13 @@ class ChildFunction:
         answer = self._ask(self.seconds, do="pass")
         seconds = time.perf_counter() - begin
         self._raise_error(answer)
+        is_shared = check_device().type == "cpu"
+        modified = [self._overwrite(made, *each) for made, each in zip(sets, placed)] if is_shared else None
 
         def output(i: int) -> Outcome:
             answer = self._ask(self.seconds, do="output", index=i)
             self._raise_error(answer)
-            return self._outcome(answer, sets[i], *placed[i])
+            return self._outcome(answer, sets[i], *placed[i], None if modified is None else modified[i])
 
         return seconds, output
 
@@ -139,14 +144,35 @@ class ChildFunction:
         answer = self._ask(self.seconds, do="operators", args=args, kwargs=kwargs)
         return [str(each) for each in answer.get("names", [])][:40]
 
-    def _outcome(self, answer: dict[str, Any], made: Call, args: Any, kwargs: Any) -> Outcome:
-        modified = []
-        for (name, x), place in zip(tensors_of(made), _places(args, kwargs)):
-            raw = self._arena.bytes_at(place.offset, place.num_bytes)
+    def _modified(self, made: Call, args: Any, kwargs: Any) -> list[str]:
+        return [
+            name
+            for (name, x), place in zip(tensors_of(made), _places(args, kwargs))
+            if not any(x is each for each in made.written)
+            and not torch.equal(self._arena.bytes_at(place.offset, place.num_bytes), memory_as_bytes(x).cpu())
+        ]
+
+    def _overwrite(self, made: Call, args: Any, kwargs: Any) -> list[str]:
+        """The inputs that are modified; then all numbers of inputs that the function must not write become
+        `OVERWRITTEN`."""
+        modified = self._modified(made, args, kwargs)
+        pairs = list(zip(tensors_of(made), _places(args, kwargs)))
+        kept = {place.offset for (_, x), place in pairs if any(x is each for each in made.written)}
+        for (_, x), place in pairs:
+            if place.offset not in kept and x.is_floating_point():
+                num_bytes = place.num_bytes // x.element_size() * x.element_size()
+                self._arena.bytes_at(place.offset, num_bytes).view(x.dtype).fill_(OVERWRITTEN)
+        return modified
+
+    def _outcome(
+        self, answer: dict[str, Any], made: Call, args: Any, kwargs: Any, modified: list[str] | None = None
+    ) -> Outcome:
+        """`modified`: found before the inputs were overwritten."""
+        if modified is None:
+            modified = self._modified(made, args, kwargs)
+        for (_, x), place in zip(tensors_of(made), _places(args, kwargs)):
             if any(x is each for each in made.written):
-                memory_as_bytes(x).copy_(raw)
-            elif not torch.equal(raw, memory_as_bytes(x).cpu()):
-                modified.append(name)
+                memory_as_bytes(x).copy_(self._arena.bytes_at(place.offset, place.num_bytes))
         wrong = [str(each)[:300] for each in answer.get("wrong", [])]
         return Outcome(self._value(answer.get("value")), wrong, modified)
 

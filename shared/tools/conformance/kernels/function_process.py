@@ -31,6 +31,7 @@ class Child:
         self.requests, self.answers = requests, answers
         self.arena = Arena(arena)
         self.watch = Watch()
+        self.watch.add(Child, Watch)
         self.function: Callable[..., Any] = print
         self.device = torch.device("cpu")
         self.tensors: dict[Place, torch.Tensor] = {}

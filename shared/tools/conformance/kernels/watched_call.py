@@ -48,6 +48,13 @@ class Watch:
         self.running: set[object] = set()  # threads that a call started
         sys.addaudithook(self._audit)
 
+    def add(self, *classes: type) -> None:
+        """The methods of these classes must stay as they are, too."""
+        for each in classes:
+            self.originals += [
+                (each, name, getattr(each, name)) for name, f in vars(each).items() if callable(f)
+            ]
+
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.is_active:
             return
