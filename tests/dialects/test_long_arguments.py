@@ -41,7 +41,7 @@ def seconds_of(dialect: Dialect, text: str) -> tuple[list[float], str]:
 
 
 def expect_fast(dialect: Dialect, text: str, value: Any = None, max_seconds: float = MAX_SECONDS) -> None:
-    """Of three runs the fastest counts: another program may have the core's caches."""
+    """The fastest of three runs counts: another program may have the core's caches."""
     gc.collect()
     gc.freeze()
     try:
@@ -99,7 +99,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 @pytest.mark.parametrize("name", ["pythonic", "gemma4"])
 def test_what_is_read_at_once_is_read_as_the_rest(name: str) -> None:
-    """By single characters nothing is there at once. Gaps are of any length."""
+    """Nothing is there at once when single characters come. Gaps are of any length."""
     rng, dialect = random.Random(0), DIALECTS[name]()
     for _ in range(60):
         text = write(dialect, ("f", {"x": random_value(rng), "y": [random_value(rng) for _ in range(3)]}))
