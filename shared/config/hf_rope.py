@@ -62,6 +62,8 @@ def _longrope(fields: Fields, rope: Fields, base: RopeConfig) -> RopeConfig:
 def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
     """longrope has two sets of frequencies. The engine uses one for all requests, by the longest that it may
     have: a change on the way would leave cached keys with angles of the other set."""
+    if rope.rope_type != "longrope":
+        return rope
     return replace(rope, is_long=context_len > rope.original_max_position_embeddings)
 
 
