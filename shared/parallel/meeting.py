@@ -63,8 +63,7 @@ def gloo_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
 
 def use_loopback() -> None:
     """Before the first group of ranks on one computer that NCCL or torch connects. Data of GPUs go through
-    their memory."""
+    their memory. An interface that the environment names is for ranks on several computers."""
     if is_on_one_computer():
         name = "lo" if sys.platform == "linux" else "lo0"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.update(NCCL_SOCKET_IFNAME=name, GLOO_SOCKET_IFNAME=name)

@@ -14,9 +14,11 @@ MODULES = {
     *("multiprocessing.connection", "multiprocessing.reduction", "multiprocessing.shared_memory"),
     *("torch.multiprocessing", "torch.package"),
 }
-CALLS = {"eval", "exec"}
+CALLS = {"eval", "exec", "yaml.load", "os.system"}
+QUEUES = {"Queue", "SimpleQueue", "Pool"}
+"""Of multiprocessing they pickle; of `queue` and `asyncio` they stay in the process."""
 ATTRIBUTES = {
-    *("Pipe", "Manager", "JoinableQueue"),  # of multiprocessing, they pickle
+    *("Pipe", "Manager", "JoinableQueue", "ProcessPoolExecutor"),  # they pickle
     *("send_object", "recv_object", "all_gather_object", "gather_object", "send_pyobj", "recv_pyobj"),
     *("TCPStore", "ForkingPickler", "unsafe_load", "full_load"),
 }
@@ -28,21 +30,29 @@ def unsafe(source: str) -> Iterator[str]:
             yield from (each.name for each in node.names if each.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
-            yield from names & MODULES or {each.name for each in node.names} & ATTRIBUTES
+            is_local = node.module.split(".")[0] != "multiprocessing"
+            loaders = {name for name in names if name in CALLS or name == "torch.load"}
+            forbidden = ATTRIBUTES if is_local else ATTRIBUTES | QUEUES
+            yield from names & MODULES or loaders or {each.name for each in node.names} & forbidden
         elif isinstance(node, ast.Attribute):
-            if node.attr in ATTRIBUTES or node.attr.endswith("_object_list"):
+            is_queue = node.attr in QUEUES and ast.unparse(node.value) not in ("queue", "asyncio")
+            if node.attr in ATTRIBUTES or node.attr.endswith("_object_list") or is_queue:
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             given = {each.arg: ast.unparse(each.value) for each in node.keywords}
             is_loose = name == "torch.load" and given.get("weights_only") != "True"
-            if name in CALLS or name == "yaml.load" or is_loose or given.get("allow_pickle") == "True":
+            runs = {"allow_pickle", "trust_remote_code", "shell"} & {
+                k for k, v in given.items() if v != "False"
+            }
+            if name in CALLS or is_loose or runs:
                 yield name
 
 
 def is_of_the_engine(parts: tuple[str, ...]) -> bool:
-    """Not a tool beside it: these run the user's own code. Commands start the engine and the server."""
-    return parts[:2] != ("shared", "tools") or parts[2] == "commands"
+    """Not a tool beside it: these run the user's own code. Commands start the engine and the server. `tune`
+    compiles in processes of its own, which inherit their pipes."""
+    return (parts[:2] != ("shared", "tools") or parts[2] == "commands") and parts[:2] != ("optimized", "tune")
 
 
 def test_the_engine_and_the_server_run_nothing_that_they_read() -> None:
@@ -65,6 +75,17 @@ def test_the_engine_and_the_server_run_nothing_that_they_read() -> None:
         "numpy.load(path, allow_pickle=True)",
         "yaml.load(text)",
         "ours, theirs = context.Pipe()",
+        "messages = multiprocessing.Queue()",
+        "messages = multiprocessing.get_context('spawn').SimpleQueue()",
+        "from multiprocessing import Queue",
+        "from multiprocessing.queues import SimpleQueue",
+        "from multiprocessing.pool import Pool",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "futures.ProcessPoolExecutor(2)",
+        "from torch import load",
+        "from yaml import load",
+        "AutoConfig.from_pretrained(folder, trust_remote_code=True)",
+        "subprocess.run(text, shell=True)",
         "distributed.broadcast_object_list(found)",
         "from torch.distributed import TCPStore",
     ],
@@ -74,7 +95,15 @@ def test_what_is_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["torch.load(path, weights_only=True)", "model.eval()", "from queue import SimpleQueue"]
+    "source",
+    [
+        "torch.load(path, weights_only=True)",
+        "model.eval()",
+        "from queue import SimpleQueue",
+        "queue.SimpleQueue()",
+        "asyncio.Queue()",
+        "AutoTokenizer.from_pretrained(folder, trust_remote_code=False)",
+    ],
 )
 def test_what_is_allowed(source: str) -> None:
     assert list(unsafe(source)) == []

@@ -25,14 +25,12 @@ from diptych.reference.parallel.shared_memory_transport import (
 )
 from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes import cluster_secret, launcher
 from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
 from diptych.shared.parallel import channel, meeting
 from diptych.shared.parallel.channel import MIN_SECRET_BYTES, VERSION, Channel, Listener, Refused, connect
 from diptych.shared.parallel.tensor_frames import pack, unpack
 from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
-from tests.parallel.test_processes import descendants
 
 SECRET = b"s" * MIN_SECRET_BYTES
 SECONDS = 20.0
@@ -342,59 +340,3 @@ def test_a_store_is_this_users_alone() -> None:
     assert meeting.open_store(store.path, 1).get("a") == b"b"
     del store
     assert not folder.exists()
-
-
-# ---- what listens ----
-
-
-def listening(pids: list[int]) -> set[str]:
-    """Addresses, in hexadecimal, at which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            parts = line.split()
-            if parts[3] == "0A" and parts[9] in inodes:
-                found.add(parts[1])
-    return found
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "tp": {"tp": 2},
-    "pp": {"pp": 2},
-    "dp": {"dp": 2},
-    "dp_attention": {"dp": 2, "dp_attention": True, "model": "tiny-moe"},
-    "disaggregation": {"disaggregation": True},
-    "shared_memory": {"disaggregation": True, "use": {"transport": "shared_memory"}},
-}
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
-@pytest.mark.parametrize(
-    "mode", ["tp", *(pytest.param(each, marks=pytest.mark.full) for each in MODES if each != "tp")]
-)
-def test_no_process_listens_beyond_loopback(mode: str, spawned_ranks: None) -> None:
-    """And one that sends garbage to what does listen ends nothing."""
-    before = listening([os.getpid()])
-    flags = {
-        "model": "tiny-dense",
-        "panel": "reference",
-        "device": "cpu",
-        "max_total_tokens": 1024,
-        **MODES[mode],
-    }
-    llm = LLM(**flags)
-    expected = llm.generate("What is 12 + 30?", temperature=0, max_tokens=8, progress=False).text
-    found = listening([os.getpid(), *descendants(os.getpid())]) - before
-    assert all(address.startswith("0100007F:") for address in found), found
-    assert bool(found) == (mode in ("tp", "pp", "dp_attention"))  # gloo
-    for address in found:
-        for data in (b"", os.urandom(1000), bytes(1000), b"\xff" * 1000):
-            port = int(address.rpartition(":")[2], 16)
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(data)
-    assert llm.generate("What is 12 + 30?", temperature=0, max_tokens=8, progress=False).text == expected

@@ -20,6 +20,8 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.parallel.channel import Listener, connect, signed, verified
 from diptych.shared.types import Req, SamplingParams
+from tests.parallel.test_listening import listening
+from tests.parallel.test_processes import descendants
 from tests.server.running import RunningServer, serving
 
 SECRET = b"a secret of the cluster"
@@ -101,6 +103,13 @@ def until_ready(url: str, status: int = 200) -> None:
         time.sleep(0.05)
 
 
+def check_listens_on_loopback(server: RunningServer, num_addresses: int) -> None:
+    if Path("/proc/net/tcp").exists():
+        found = listening([server.process.pid, *descendants(server.process.pid)])
+        assert len(found) == num_addresses
+        assert all(address.startswith("0100007F:") for address in found), found
+
+
 def check_idle(server: RunningServer) -> None:
     server.wait_idle()
     httpx.post(f"{server.url}/flush_cache?timeout=20", timeout=60).raise_for_status()
@@ -155,8 +164,10 @@ def test_without_a_router(secret: tuple[str, str], expected: dict[str, str]) -> 
         until_ready(decode.url, 503)
         assert ask(decode.url, PROMPTS[0]).status_code == 503
         prefill_flags = ("--disaggregation-mode", "prefill", "--disaggregation-port", str(port))
-        with serving(*prefill_flags, *ENGINE, *secret):
+        with serving(*prefill_flags, *ENGINE, *secret) as prefill:
             until_ready(decode.url)
+            check_listens_on_loopback(prefill, 2)
+            check_listens_on_loopback(decode, 1)
             assert text_of(ask(decode.url, PROMPTS[0])) == expected[PROMPTS[0]]
         until_ready(decode.url, 503)
         assert text_of(ask(decode.url, PROMPTS[0])) == expected[PROMPTS[0]], "its prompt is cached"
@@ -176,6 +187,13 @@ def test_a_connection_with_another_secret_is_no_prefill_server() -> None:
         time.sleep(0.01)
     assert servers.choose(req, Counter()) is None
     assert not servers.is_alive()
+    listener.close()
+
+
+def test_a_prefill_server_listens_on_loopback() -> None:
+    config = EngineConfig(disaggregation_mode="prefill")
+    listener = Listener(config.disaggregation_host, SECRET, config.disaggregation_port)
+    assert listener.socket.getsockname()[0] == "127.0.0.1"
     listener.close()
 
 

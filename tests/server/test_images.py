@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import socket
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests.images import bytes_of_data_url
 from diptych.shared.loading.model_path import ASSETS
 from tests.engine.test_images import PICTURES, llava, save
 from tests.server.running import openai_client, serving
@@ -28,6 +33,16 @@ def url_of(picture: Any, form: str = "PNG") -> str:
 def conversation(*urls: str) -> list[Any]:
     parts = [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is 12 + 30?"}]}]
+
+
+@contextlib.contextmanager
+def unreached() -> Iterator[str]:
+    """A URL on this computer to which nothing may have connected at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/picture.png"
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 @pytest.mark.full
@@ -61,6 +76,11 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.chat.completions.create(model=str(tmp_path), messages=conversation(wrong), **given)
+        with (
+            unreached() as url,
+            pytest.raises(openai.BadRequestError, match="an image URL must be data:image/"),
+        ):
+            client.chat.completions.create(model=str(tmp_path), messages=conversation(url), **given)
         many = conversation(*[url_of(PICTURES[0])] * 17)
         with pytest.raises(openai.BadRequestError, match="at most 16 images, got 17"):
             client.chat.completions.create(model=str(tmp_path), messages=many, **given)
@@ -72,3 +92,67 @@ def test_a_model_without_images_refuses_them(server: Any) -> None:
     client = openai_client(server)
     with pytest.raises(openai.BadRequestError, match="this server takes no images: they need a LLaVA model"):
         client.chat.completions.create(model="tiny-dense", messages=conversation(url_of(PICTURES[0])))
+
+
+@pytest.mark.parametrize(
+    "form", ["{url}", "file:///etc/hosts", "//{url}", "data:{url}", "{url}#data:image/png;base64,"]
+)
+def test_no_url_is_fetched(form: str) -> None:
+    with unreached() as url, pytest.raises(ValueError, match="an image URL must be data:image/"):
+        bytes_of_data_url(form.format(url=url))
+
+
+def user(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part]}]
+
+
+ROUTES: dict[str, tuple[str, Any]] = {
+    "chat": (
+        "chat/completions",
+        lambda url: {"messages": user({"type": "image_url", "image_url": {"url": url}})},
+    ),
+    "responses, image": ("responses", lambda url: {"input": user({"type": "input_image", "image_url": url})}),
+    "responses, file": ("responses", lambda url: {"input": user({"type": "input_file", "file_url": url})}),
+    "responses, screenshot": (
+        "responses",
+        lambda url: {
+            "input": [
+                {
+                    "type": "computer_call_output",
+                    "call_id": "c",
+                    "output": {"type": "computer_screenshot", "image_url": url},
+                }
+            ]
+        },
+    ),
+    "responses, server of tools": (
+        "responses",
+        lambda url: {"input": "Hi", "tools": [{"type": "mcp", "server_label": "s", "server_url": url}]},
+    ),
+    "messages, image": (
+        "messages",
+        lambda url: {"messages": user({"type": "image", "source": {"type": "url", "url": url}})},
+    ),
+    "messages, document": (
+        "messages",
+        lambda url: {"messages": user({"type": "document", "source": {"type": "url", "url": url}})},
+    ),
+    "messages, server of tools": (
+        "messages",
+        lambda url: {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "mcp_servers": [{"type": "url", "url": url, "name": "s"}],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROUTES)
+def test_no_dialect_fetches_what_a_body_names(case: str, server: Any) -> None:
+    path, body = ROUTES[case]
+    with unreached() as url:
+        whole = {"model": "tiny-dense", "max_tokens": 4, **body(url)}
+        if path == "responses":
+            whole["max_output_tokens"] = whole.pop("max_tokens")
+        answer = httpx.post(f"{server.url}/v1/{path}", json=whole, timeout=60)
+        assert answer.status_code == 400, answer.text
