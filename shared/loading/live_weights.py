@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +101,8 @@ class LiveWeights:
         with self._agreed():
             self._check_engine()
             found = with_quantization(read_config(folder), self.quantization)
-            if expected_shapes(found) != expected_shapes(self.config) or found.rope != self.config.rope:
+            rope = replace(found.rope, is_long=self.config.rope.is_long)  # which the context has chosen
+            if expected_shapes(found) != expected_shapes(self.config) or rope != self.config.rope:
                 raise ValueError(f"{folder} is a {found.architecture} of other sizes than the model's")
             self._checked(read())
         try:
