@@ -64,7 +64,7 @@ class AllSteps:
 
     def other_batches(self, config: EngineConfig) -> Iterator[ForwardBatch]:
         """Examples of the steps that no graph contains as a whole."""
-        num_tokens = max(self.prefill[0].tokens.sizes, default=0) if self.prefill else 0
+        num_tokens = max((size for steps in self.prefill for size in steps.tokens.sizes), default=0)
         yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
         yield from decode_batches(config, self.decode.max_bs, self.device)
         for steps in self.verify:

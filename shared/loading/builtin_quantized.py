@@ -7,12 +7,10 @@ version."""
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from diptych.shared.loading import quantize, save_quantized
+from diptych.shared.loading.cache_folder import cache_folder, new_folder
 from diptych.shared.loading.safetensors_file import SINGLE_FILE
 
 
@@ -25,20 +23,6 @@ def quantized_folder(source: Path, method: str) -> Path:
     folder = cache_folder() / f"{source.name}-{method}-{digest.hexdigest()}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written elsewhere and then renamed, so that other processes find a whole checkpoint or none.
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
+    with new_folder(folder) as temporary:
         save_quantized.save_quantized(source, temporary, method)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was faster
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diptych"

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diptych.shared.loading.builtin_quantized import cache_folder
+from diptych.shared.loading.cache_folder import cache_folder, new_folder
 from diptych.shared.loading.gguf_tokenizer import tokenizer_files
 from diptych.shared.loading.gguf_weights import LINK, open_gguf
 
@@ -46,19 +44,10 @@ def gguf_folder(file: Path) -> Path:
     reader = open_gguf(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
     files = {"config.json": json.dumps(config_of(values, reader, file)), **tokenizer_files(values, file)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))  # other processes find a whole folder or none
-    try:
+    with new_folder(folder) as temporary:
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
         (temporary / LINK).symlink_to(file)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was faster
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

@@ -14,9 +14,11 @@ if not triton.knobs.runtime.interpret:
 
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import TensorHandle, interpreter_semantic
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_semantic
 
 from diptych.optimized.kernels import interpreter
+from diptych.shared.tools.conformance.oracles.linear_batches import world_of
+from tests.kernels.test_recurrence import case_of, run
 
 METHODS = {
     "__add__": "add",
@@ -133,3 +135,25 @@ def test_conversions(source: Any, target: Any) -> None:
         actual = interpreter._convert_quickly(chosen, source, target, None)
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert np.array_equal(actual, expected)
+
+
+def rounded_to_tf32(handle: Any) -> Any:
+    """To 10 bits of mantissa, as tensor cores take factors."""
+    bits = np.ascontiguousarray(handle.data).view(np.uint32)
+    bits = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
+    return TensorHandle(bits.view(np.float32), handle.dtype)
+
+
+def test_tf32_adds_little_to_the_rounding_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the gated delta rule. The interpreter, which does not round, is made to, in the inverse too.
+    Outputs in bfloat16 have 7 bits of mantissa: if the errors are 1 to 0.3, their sum has 1.05."""
+    case, dot = case_of((130,)).replace(k_head_dim=64), InterpreterBuilder.create_dot
+    exact = run(world_of(case))[0]
+
+    def rounding_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return dot(self, rounded_to_tf32(a), rounded_to_tf32(b), *more)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", rounding_dot)
+    found = run(world_of(case))[0]
+    error, of_output = ((each - exact).square().mean().sqrt() for each in (found, exact.bfloat16().float()))
+    assert 0.0 < error < 0.3 * of_output
