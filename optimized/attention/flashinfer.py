@@ -208,7 +208,8 @@ class FlashInferAttention(interface.AttentionBackend):
     # ---- what is refused ----
 
     def _check_pool_dtype(self, dtype: torch.dtype) -> None:
-        self._refuse_unless(dtype in (*DTYPES, FP8), f"dtype {dtype}", "float16, bfloat16 and float8_e4m3fn")
+        supported = "float16, bfloat16 and float8_e4m3fn"
+        self._refuse_unless(dtype in (*DTYPES, FP8), f"kv_cache_dtype {dtype}", supported)
 
     def check_layer(self, layer: AttentionLayer) -> None:
         supported = "layers without them; attention=triton supports sinks"

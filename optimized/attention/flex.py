@@ -26,6 +26,7 @@ from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_TYPES)
+FAR = 2**31 - 1  # as a window or a chunk: none
 
 
 # On a CPU this is intended.
@@ -51,15 +52,16 @@ class FlexPlan:
         """The mask of a layer with this window (-1: none) and this chunk (0: none)."""
         if (window, chunk) not in self.block_masks:
 
+            # As tensors: torch compiles one kernel for all windows and chunks.
+            last, chunks = (self.slots.new_full((), n) for n in (_or_far(window, -1), _or_far(chunk, 0)))
+
             def sees(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
                 if self.visible is not None:
                     is_seen = self.visible[b, query, key]
                 else:
                     is_seen = (key <= self.prefix_lens[b] + query) & (key < self.seq_lens[b])
                 position, key = self._positions(b, query, key)
-                if chunk > 0:
-                    is_seen = is_seen & (position // chunk == key // chunk)
-                return is_seen if window < 0 else is_seen & (position - key <= window)
+                return is_seen & (position - key <= last) & (position // chunks == key // chunks)
 
             (bs, max_keys), device = self.slots.shape, str(self.slots.device)
             self.block_masks[window, chunk] = create_block_mask(
@@ -150,6 +152,10 @@ class FlexAttention(interface.AttentionBackend):
         # --8<-- [end:flex-run]
         heads = heads * kv_scales.v  # 1, except of an FP8 pool
         return output.copy_(heads.transpose(1, 2)[plan.tokens])
+
+
+def _or_far(length: int, none: int) -> int:
+    return FAR if length == none else length
 
 
 def _soft_cap(cap: torch.Tensor) -> Callable[..., torch.Tensor]:

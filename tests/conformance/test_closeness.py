@@ -74,7 +74,15 @@ def test_ids_are_exact() -> None:
     ids = torch.tensor([5, 6, 7])
     ratios, found = compare_rows(ids, torch.tensor([5, 6, 8]), EXACT)
     assert (found.row, found.index, found.a, found.b) == (2, (), 7.0, 8.0)
-    assert ratios.tolist() == pytest.approx([0.0, 0.0, 1 / 7])
+    assert ratios.tolist() == pytest.approx([0.0, 0.0, 1 / (110 / 3) ** 0.5])
+
+
+def test_a_row_of_one_number_is_measured_by_its_column() -> None:
+    """The third is what two sums of large terms left."""
+    a = torch.tensor([[1.0], [-1.0], [1e-6]])
+    assert compare_rows(a, a + 1e-7, LOOSE)[1] is None
+    _, found = compare_rows(a, a + torch.tensor([[0.0], [0.0], [0.5]]), LOOSE)
+    assert found.row == 2
 
 
 def test_an_expected_row_of_zeros() -> None:

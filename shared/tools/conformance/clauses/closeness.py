@@ -87,11 +87,14 @@ def allowed_between(kind: str, dtype: torch.dtype, inherited: float) -> Toleranc
 def compare_rows(a: torch.Tensor, b: torch.Tensor, limit: Tolerance) -> tuple[torch.Tensor, RowError | None]:
     """[n, ...] twice, on the CPU -> ‖a - b‖ / ‖a‖ of each row, float64 [n], and the first row that exceeds
     the limit in an element or as a whole; None: all are close. In float64. Equal infinities and equal NaNs
-    count as no error; one on a single side counts as an infinite error."""
+    count as no error; one on a single side counts as an infinite error. A row of one number, in which large
+    terms may have cancelled, is measured by the root mean square of its column."""
     if torch.equal(a, b):
         return torch.zeros(a.shape[0], dtype=torch.float64), None
     error, expected = _errors(a, b)
     norms = torch.linalg.vector_norm(expected, dim=1)
+    if expected.shape[1] == 1:
+        norms = norms.square().mean().sqrt().expand_as(norms)
     distances = torch.linalg.vector_norm(error, dim=1)
     ratios = torch.where(norms > 0, distances / norms.clamp(min=_TINY), distances)
     scale = norms[:, None] / expected.shape[1] ** 0.5
