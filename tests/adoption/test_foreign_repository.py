@@ -1,19 +1,21 @@
-"""The wheel in a foreign git repository: the pytest plugin, the action's commands and `diptych check`."""
+"""The wheel in another git repository: `diptych check`, its reports for CI, the pytest plugin, the action."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
-from diptych.shared.tools.conformance.ci_reports import Checked, badge, sarif
-from tests.conformance.test_github_action import BUG, EXAMPLE, ROOT, STEPS, environment
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
+from tests.adoption.conftest import run
+from tests.conformance.test_github_action import BUG, EXAMPLE, STEPS
+from tests.conformance.test_github_action import environment as variables_of
 
 NORM = """
 import torch
@@ -22,92 +24,92 @@ def norm(x, shape, weight, eps):
     y = x.float()
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 """
-CHECKS = [Checked("a.one", "One holds.", [], "server"), Checked("a.two", "Two holds.", ["what: x"], "server")]
+CHECKS = [
+    Checked("a.one", "One holds.", [], "server"),
+    Checked("a.two", "Two holds.", ["x\nwhat: \0y"], "server", "a"),
+    Checked("a.three", "Three holds.", skipped="not offered"),
+    Checked("a.four", "Four holds.", not_run="the server is gone"),
+]
 
 
 def test_reports_for_ci() -> None:
-    (run,) = sarif(CHECKS, "diptych check server")["runs"]
-    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["a.one", "a.two"]
-    (result,) = run["results"]
-    assert (result["ruleId"], result["ruleIndex"]) == ("a.two", 1)
-    assert result["message"]["text"] == "Two holds. what: x"
-    found = badge(CHECKS, "diptych")
-    assert (found["message"], found["color"]) == ("1 of 2 fail", "red")
-    assert badge(CHECKS[:1], "diptych")["message"] == "1 checks hold"
-    assert badge([], "diptych")["color"] == "lightgrey"
+    report = CiReport("diptych check server", {"seed": "7"}, CHECKS)
+    (found,) = report.sarif()["runs"]
+    assert [rule["id"] for rule in found["tool"]["driver"]["rules"]] == ["a.one", "a.two", "a.four"]
+    first, second = found["results"]
+    assert (first["ruleId"], first["ruleIndex"]) == ("a.two", 1)
+    assert second["message"]["text"] == "Four holds. the server is gone"
+    suite = ElementTree.fromstring(report.junit().partition("\n")[2])
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["4", "1", "1", "1"]
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert (failure.get("message"), failure.text) == ("x", "Two holds.\nx\nwhat: \ufffdy")
+    assert [(each.get("name"), each.get("value")) for each in suite.iter("property")] == [("seed", "7")]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel alone, as pip installs it; what it needs comes from this environment."""
-    source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    packed = subprocess.run(
-        ["tar", "cf", "-", "-T", "-"], cwd=ROOT, input=listed.encode(), capture_output=True
-    )
-    subprocess.run(["tar", "xf", "-", "-C", str(source)], input=packed.stdout, check=True)
-    pip = [sys.executable, "-m", "pip", "-q"]
-    subprocess.run(
-        [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", "-w", str(wheels)], check=True
-    )
-    (wheel,) = wheels.glob("*.whl")
-    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in names if not name.endswith(".dist-info")} == {"diptych"}
-    folder = tmp_path_factory.mktemp("site")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
+@pytest.mark.parametrize(
+    ("checks", "message", "color"),
+    [
+        (CHECKS, "1 of 3 fail, 1 did not run", "red"),
+        (CHECKS[:2], "1 of 2 fail", "red"),
+        (CHECKS[:1], "1 checks hold", "brightgreen"),
+        (CHECKS[2:3], "nothing checked", "lightgrey"),
+    ],
+)
+def test_badges(checks: list[Checked], message: str, color: str) -> None:
+    badge = CiReport("diptych check server", {}, checks).badge()
+    assert (badge["message"], badge["color"]) == (message, color)
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    return tmp_path
-
-
-def run(command: list[str], folder: Path, site: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """A command in another repository, with the wheel's code alone."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {**kept, "PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+def test_the_list_of_what_can_be_checked_fits_a_screen() -> None:
+    for arguments in (["--list"], ["kernel", "--list"]):
+        lines = CliRunner().invoke(app, ["check", *arguments]).output.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 110
 
 
 @pytest.mark.full
-def test_the_plugin_is_found_by_its_entry_point(site: Path, repository: Path) -> None:
-    line = '[tool.pytest.ini_options]\ndiptych = ["radix_cache my_cache.py:MyRadixCache 1.0"]\n'
-    (repository / "pyproject.toml").write_text(line)
+def test_a_repository_checks_its_code(environment: Path, tmp_path: Path) -> None:
+    """A kernel with each report, a component as tests of pytest, an engine, and the action's command."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    path = f"{environment / 'bin'}:{os.environ['PATH']}"
+    (tmp_path / "norm.py").write_text(NORM)
+    (tmp_path / "wrong.py").write_text(NORM.replace(" + eps", ""))
+    files = [text for name in ("junit", "sarif", "badge", "html", "json") for text in (f"--{name}", name)]
+    for name, status in (("norm", 0), ("wrong", 1)):
+        command = ["diptych", "check", "kernel", f"{name}.py:norm", "--like", "rms_norm", *files]
+        done = run(*command, cwd=tmp_path, status=status, PATH=path)
+        suite = ElementTree.parse(tmp_path / "junit").getroot()
+        (found,) = json.loads((tmp_path / "sarif").read_text())["runs"]
+        badge = json.loads((tmp_path / "badge").read_text())
+        num_failing = int(suite.get("failures", ""))
+        assert (num_failing > 0) == bool(found["results"]) == (badge["color"] == "red") == bool(status)
+        assert all(each["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == f"{name}.py"
+                   for each in found["results"])  # fmt: skip
+        assert ("eps" in (tmp_path / "junit").read_text()) == bool(status)
+        assert "<svg" in (tmp_path / "html").read_text() or status
+        assert done.stdout.splitlines()[-1] == json.loads((tmp_path / "json").read_text())["summary"]
+
+    settings = '[tool.pytest.ini_options]\ndiptych = ["radix_cache my_cache.py:MyRadixCache 1.0"]\n'
+    (tmp_path / "pyproject.toml").write_text(settings)
     for text, status in ((EXAMPLE, 0), (EXAMPLE.replace(*BUG), 1)):
-        (repository / "my_cache.py").write_text(text)
-        command = [sys.executable, "-m", "pytest", "-q", "-k", "split", "--junitxml", "out.xml"]
-        done = run(command, repository, site)
-        assert done.returncode == status, done.stdout + done.stderr
-        (suite,) = ElementTree.parse(repository / "out.xml").iter("testsuite")
+        (tmp_path / "my_cache.py").write_text(text)
+        command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "split"]
+        run(*command, "--junitxml", "out.xml", cwd=tmp_path, status=status, PATH=path)
+        (suite,) = ElementTree.parse(tmp_path / "out.xml").iter("testsuite")
         assert suite.attrib["tests"] == "12"
 
+    few = ["--num-prompts", "4", "--num-tokens", "3", "--device", "cpu", "--junit", "gates.xml"]
+    run("diptych", "check", "engine", "reference,dtype=bfloat16", *few, cwd=tmp_path, PATH=path)
+    assert ElementTree.parse(tmp_path / "gates.xml").getroot().attrib["tests"] == "4"
 
-@pytest.mark.full
-def test_a_kernel_and_an_engine_are_checked(site: Path, repository: Path) -> None:
-    (repository / "norm.py").write_text(NORM)
-    (repository / "wrong.py").write_text(NORM.replace(" + eps", ""))
-    for name, status in (("norm", 0), ("wrong", 1)):
-        done = run(
-            [sys.executable, "-m", "diptych", "check", "kernel", f"{name}.py:norm", "--like", "rms_norm"],
-            repository,
-            site,
-        )
-        assert done.returncode == status, done.stdout + done.stderr
-    few = ["--num-prompts", "4", "--num-tokens", "3", "--device", "cpu", "--json", "gates.json"]
-    spec = "reference,dtype=bfloat16"
-    done = run([sys.executable, "-m", "diptych", "check", "engine", spec, *few], repository, site)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads((repository / "gates.json").read_text())["gates"]) == 4
-
-
-@pytest.mark.full
-def test_the_action_runs_a_command(site: Path, repository: Path) -> None:
-    (repository / "norm.py").write_text(NORM)
-    chosen = environment("Check", command="kernel norm.py:norm --like rms_norm")
-    command = ["bash", "-e", "-o", "pipefail", "-c", STEPS["Check"]["run"]]
-    done = run(command, repository, site, **chosen)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "hold" in done.stdout
+    (tmp_path / "my_cache.py").write_text(EXAMPLE)
+    for command, status, tests in (
+        ("kernel norm.py:norm --like rms_norm --case float32 --no-timing", 0, "12"),
+        ("kernel wrong.py:norm --like rms_norm --case float32 --no-timing", 1, "12"),
+        ("radix_cache my_cache.py:MyRadixCache --clause empty-key", 0, "2"),
+    ):
+        step = ["bash", "-e", "-o", "pipefail", "-c", STEPS["Check"]["run"]]
+        run(*step, cwd=tmp_path, status=status, **variables_of("Check", command=command), PATH=path)
+        assert ElementTree.parse(tmp_path / "diptych.xml").getroot().attrib["tests"] == tests

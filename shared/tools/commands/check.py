@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,11 +15,13 @@ from diptych.shared.tools.commands.check_engine import check_engine
 from diptych.shared.tools.commands.check_kernel import check_kernel
 from diptych.shared.tools.commands.check_results import (
     as_json,
+    for_ci,
     gather_until_interrupt,
     print_results,
     refusals_beside,
 )
 from diptych.shared.tools.commands.check_server import check_server
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.clauses.clause import Clause
@@ -83,9 +84,10 @@ def check(
     time_limit: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a case may take before it counts as failed.")
     ] = 30.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
-    ] = None,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    sarif: SarifFile = None,
+    badge: BadgeFile = None,
     contract: Annotated[
         str,
         typer.Option(
@@ -104,7 +106,7 @@ def check(
     from diptych.shared.tools.conformance.clauses.contract_versions import older_than_current, versions_of
 
     if stage is not None:
-        if target or clause or list_clauses or json_file or contract:
+        if any((target, clause, list_clauses, json_file, junit, sarif, badge, contract)):
             raise ValueError("--stage takes one file, and of the options only --no-shrink and --time-limit")
         _check_stage(stage, component, shrink, time_limit)
         return
@@ -119,7 +121,7 @@ def check(
         return
     if target is None:
         raise ValueError(f"name an implementation of {component} to check, or use --list")
-    bench_run.check_files(None, json_file)
+    bench_run.check_files(None, json_file, junit, sarif, badge)
     if note := older_than_current(component, contract):
         print(note, file=sys.stderr)
     verdicts = suite.check_component(
@@ -133,6 +135,7 @@ def check(
         print(f"interrupted after {len(results)} of {1 + len(clauses)} clauses")
     elif hint := function_hint(registry.load(component, target)):
         print(hint)
+    for_ci(results, component, target, 1 + len(clauses)).write(junit, sarif, badge)
     if json_file is not None and results:
         version = versions_of(component)[-1]
         report = {"component": component, "target": target, "contract": version}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diptych.shared import registry
 from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
+from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.whole_engine.engine_gate import GateReport
@@ -41,9 +42,10 @@ def check_engine(
     num_prompts: Annotated[int, typer.Option(min=2, help="Prompts, which the interval resamples.")] = 64,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens that follow each prompt.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the prompts and of the bootstrap.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures.")
-    ] = None,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    sarif: SarifFile = None,
+    badge: BadgeFile = None,
 ) -> None:
     """Compare an engine's logits with float32, as B's are: A's error may not be larger by more than a share.
 
@@ -51,8 +53,7 @@ def check_engine(
     interval over prompts; the same logits alone and in a batch, and with a cold and a warm prefix cache.
     Exit status 0: every gate holds; 1: one fails.
     """
-    if json_file is not None:
-        bench_run.check_files(None, json_file)
+    bench_run.check_files(None, json_file, junit, sarif, badge)
     from diptych.shared.tools.conformance.whole_engine.engine_gate import check_engine as run_gates
 
     common = {"model": model, "device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
@@ -61,6 +62,7 @@ def check_engine(
     prompts = prompts_of(flags[1]["model"], num_prompts, seed)
     report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed)
     print_gates(report, arm, against)
+    for_ci(report, arm, against, seed).write(junit, sarif, badge)
     if json_file is not None:
         found: dict[str, Any] = {"verdict": report.sentence, "gates": [vars(gate) for gate in report.gates]}
         found |= {"A": arm, "B": against, "model": model, "margin": margin, "seed": seed}
@@ -128,3 +130,19 @@ def print_gates(report: GateReport, arm: str, against: str) -> None:
         if gate.note:
             console.print(Text(f"{gate.name}: {gate.note}"))
     console.print(Text(f"same best token as float32: {report.same_best:.2%} of positions"))
+
+
+def for_ci(report: GateReport, arm: str, against: str, seed: int) -> CiReport:
+    checks = [
+        Checked(
+            gate.name,
+            f"The {gate.name} of {arm} is within the limit that {against} gives.",
+            []
+            if gate.holds
+            else [f"upper end {gate.upper:.2e}, allowed {gate.allowed:.2e} {gate.note}".strip()],
+            "engine",
+            "engine",
+        )
+        for gate in report.gates
+    ]
+    return CiReport(f"diptych check engine {arm} --against {against}", {"seed": str(seed)}, checks)

@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from diptych.shared.tools.commands import bench_run, kernel_output
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.kernels.kernel_report import Report
@@ -98,12 +99,13 @@ def check_kernel(
             "--list", help="List operations and conventions, with --like also shapes, and run nothing."
         ),
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
-    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with plots of error and speed.")
     ] = None,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    sarif: SarifFile = None,
+    badge: BadgeFile = None,
 ) -> None:
     """Check a bare function against float64: awkward sizes, NaN in unused memory, other pages, strided rows.
 
@@ -117,17 +119,17 @@ def check_kernel(
     if list_all:
         kernel_output.print_list(like)
         return
+    files = Files(html, json_file, junit, sarif, badge)
+    bench_run.check_files(None, *files)
     if definition is not None:
-        bench_run.check_files(None, json_file, html)
         reports = solution_reports(target, definition, workload, time_limit, within, seed)
         for each in reports[:-1]:
             print(f"the Definition's own reference: {each.summary}")
             print(*(f"  {each.case}: {each.failure}" for each in each.failing[:3]), sep="\n")
-        finish(reports[-1], json_file, html)
+        finish(reports[-1], files)
         return
     if task is not None:
-        bench_run.check_files(None, json_file, html)
-        finish(task_report(target, task, time_limit, within, seed, timing), json_file, html)
+        finish(task_report(target, task, time_limit, within, seed, timing), files)
         return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
@@ -139,7 +141,6 @@ def check_kernel(
             raise ValueError(f"--ranks does not apply to {like}: it is of one process")
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
-    bench_run.check_files(None, json_file, html)
     seed = announced(f"{len(cases)} cases of {like}", within, seed)
     ends_at = time.monotonic() + within
     with running(target, operation, time_limit, ends_at) as function:
@@ -155,18 +156,27 @@ def check_kernel(
         if child is not None and not report.status:
             problem = operation.make(cases[-1], chosen_convention.takes_scale, seed)
             report.operators = child.operators(chosen_convention.build(problem))
-    finish(report, json_file, html)
+    finish(report, files)
 
 
-def finish(report: Report, json_file: Path | None, html: Path | None) -> None:
+class Files(NamedTuple):
+    html: Path | None
+    json: Path | None
+    junit: Path | None
+    sarif: Path | None
+    badge: Path | None
+
+
+def finish(report: Report, files: Files) -> None:
     """Prints and writes the report, and exits with its status."""
     kernel_output.print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
-    if html is not None:
+    report.for_ci().write(files.junit, files.sarif, files.badge)
+    if files.json is not None:
+        files.json.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    if files.html is not None:
         from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 
-        html.write_text(render(report), encoding="utf-8")
+        files.html.write_text(render(report), encoding="utf-8")
     if report.status:
         raise typer.Exit(report.status)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
+
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.clauses.clause import Clause
     from diptych.shared.tools.conformance.clauses.suite import Verdict
@@ -119,6 +121,34 @@ def _failure_as_json(verdict: Verdict) -> dict[str, Any]:
         "expected": repr(verdict.failure.expected),
         "actual": repr(verdict.failure.actual),
     }
+
+
+def for_ci(results: list[Result], component: str, target: str, num_clauses: int) -> CiReport:
+    """One check for each clause; a clause whose every case is refused is skipped."""
+    path = target.partition(":")[0]
+    checks = [
+        Checked(
+            result.clause.name,
+            result.clause.statement,
+            ["\n".join(f"{name}: {text}" for name, text in _failure_rows(each)) for each in result.failures],
+            path,
+            component,
+            skipped="; ".join(result.refusals) if result.words == "refused" else "",
+        )
+        for result in results
+    ]
+    if missing := num_clauses - len(results):
+        text = f"{missing} of {num_clauses} clauses are not run"
+        checks.append(Checked("all clauses", "All clauses are run.", [], path, component, not_run=text))
+    return CiReport(f"diptych check {component} {target}", {}, checks)
+
+
+def _failure_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    assert verdict.failure is not None
+    failure = verdict.failure
+    case = str(getattr(verdict.case, "name", verdict.case))
+    values = ("expected", failure.expected), ("got", failure.actual)
+    return [("what", f"{failure.what}, in {case}"), *((name, _readable(value)) for name, value in values)]
 
 
 def case_fields(case: Any) -> list[tuple[str, str]]:

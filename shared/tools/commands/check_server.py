@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from diptych.shared.tools.conformance.server.verdict import Report
 
 
 def check_server(
@@ -55,16 +54,10 @@ def check_server(
         list[str] | None, typer.Option(metavar="GROUP|NAME", help="Without this. May be repeated.")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report to read.")] = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
-    sarif_file: Annotated[
-        Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF, for code scanners.")
-    ] = None,
-    badge_file: Annotated[
-        Path | None, typer.Option("--badge", metavar="FILE", help="Write the JSON of a badge of shields.io.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
-    ] = None,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    sarif: SarifFile = None,
+    badge: BadgeFile = None,
     seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 0,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests in flight. Default: 8.", show_default=False)
@@ -78,9 +71,7 @@ def check_server(
 
     Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference.
     """
-    for file in (html, junit, sarif_file, badge_file, json_file):
-        if file is not None:
-            bench_run.check_files(None, file)
+    bench_run.check_files(None, html, json_file, junit, sarif, badge)
     if quick and thorough:
         raise ValueError("--quick and --thorough exclude each other")
 
@@ -119,35 +110,15 @@ def check_server(
     context.server.close()
     report = Found(facts, context.offers, results, len(checks))
     print_report(report)
-    write_reports(report, html, junit, sarif_file, badge_file, json_file)
+    report.for_ci().write(junit, sarif, badge)
+    if html is not None:
+        from diptych.shared.tools.conformance.server.server_report_html import render
+
+        html.write_text(render(report), encoding="utf-8")
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
     if report.exit_status:
         raise typer.Exit(report.exit_status)
-
-
-def write_reports(
-    report: Report,
-    html: Path | None,
-    junit: Path | None,
-    sarif_file: Path | None,
-    badge_file: Path | None,
-    json_file: Path | None,
-) -> None:
-    """Write the files that were asked for."""
-    from diptych.shared.tools.conformance.ci_reports import badge, sarif
-    from diptych.shared.tools.conformance.server.junit import junit_xml
-    from diptych.shared.tools.conformance.server.server_report_html import render
-
-    checked = report.checked("server")
-    makers: list[tuple[Path | None, Callable[[], str]]] = [
-        (html, lambda: render(report)),
-        (junit, lambda: junit_xml(report)),
-        (sarif_file, lambda: json.dumps(sarif(checked, "diptych check server"), indent=1) + "\n"),
-        (badge_file, lambda: json.dumps(badge(checked, "diptych")) + "\n"),
-        (json_file, lambda: json.dumps(report.as_json(), indent=1, default=str) + "\n"),
-    ]
-    for file, make in makers:
-        if file is not None:
-            file.write_text(make(), encoding="utf-8")
 
 
 @contextmanager

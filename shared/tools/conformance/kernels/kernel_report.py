@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
 from diptych.shared.tools.conformance.kernels.problem import Convention, Like
 
 NOISE = 0.1
@@ -127,3 +128,25 @@ class Report:
         parts += [f"{count} without {form}" for form, count in without.items()]
         parts += [f"{self.num_refused} are refused"] * bool(self.num_refused)
         return ", ".join(parts)
+
+    def for_ci(self) -> CiReport:
+        """One check for each case; what names the failures stands below each."""
+        names = [f"what it does: {name}" for name in self.names]
+        again = f"--seed {self.seed} repeats it"
+        group, path = f"{self.like.name} {self.convention.library}", self.target.partition(":")[0]
+        checks = [
+            Checked(
+                verdict.case,
+                f"{verdict.case} of {self.like.name} is right.",
+                [] if verdict.failure is None else ["\n".join([verdict.failure, *names, again])],
+                path,
+                group,
+                skipped=verdict.refusal or "" if verdict.failure is None else "",
+            )
+            for verdict in self.verdicts
+        ]
+        if self.num_not_run:
+            late = f"{self.num_not_run} cases are not run"
+            checks.append(Checked("all cases", "All cases are run.", [], path, group, not_run=late))
+        facts = {"device": self.device, "seed": str(self.seed), "verdict": self.summary}
+        return CiReport(f"diptych check kernel {self.target}", facts, checks)

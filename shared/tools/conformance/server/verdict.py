@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diptych.shared.tools.conformance.ci_reports import Checked
+from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
 from diptych.shared.tools.conformance.server.capabilities import Offers
 from diptych.shared.tools.conformance.server.checks import GROUPS, Finding, Result
 
@@ -63,22 +63,28 @@ class Report:
         is_checked = any(result.status != "not offered" for result in self.results)
         return 0 if is_checked and self.offers.scoring else 2
 
-    def checked(self, path: str) -> list[Checked]:
-        """The checks that ran, for reports of CI. `path`: a file that stands for the server."""
-        return [
+    def for_ci(self) -> CiReport:
+        """Not offered: skipped. A near tie holds. Code scanners show a file named server."""
+        checks = [
             Checked(
                 result.check.name,
                 result.check.sentence,
                 [
-                    "\n".join(f"{label}: {value}" for label, value in failure_rows(finding))
+                    "\n".join([finding.what, *(f"{label}: {value}" for label, value in rows)])
                     for finding in result.findings
                     if finding.status == "fails"
+                    for _, *rows in [failure_rows(finding)]
                 ],
-                path,
+                "server",
+                result.check.group,
+                result.findings[0].what if result.status == "not offered" else "",
             )
             for result in self.results
-            if result.status != "not offered"
         ]
+        if missing := self.num_chosen - len(self.results):
+            gone = f"the server is gone; {missing} checks did not run"
+            checks.append(Checked("api.alive", "The server answers.", [], "server", "api", not_run=gone))
+        return CiReport(f"diptych check server {self.facts.get('server', '')}", self.facts, checks)
 
     def as_json(self) -> dict[str, Any]:
         return {
