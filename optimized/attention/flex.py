@@ -51,7 +51,6 @@ class FlexPlan:
     def block_mask(self, window: int, chunk: int) -> BlockMask:
         """The mask of a layer with this window (-1: none) and this chunk (0: none)."""
         if (window, chunk) not in self.block_masks:
-
             # As tensors: torch compiles one kernel for all windows and chunks.
             last, chunks = (self.slots.new_full((), n) for n in (_or_far(window, -1), _or_far(chunk, 0)))
 
