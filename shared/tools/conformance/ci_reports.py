@@ -42,12 +42,12 @@ class CiReport:
     def junit(self) -> str:
         """One test case for each check, its group as the class name."""
         counts = {
+            "tests": len(self.checks),
             "failures": sum(bool(each.problems) for each in self.checks),
             "errors": sum(bool(each.not_run) for each in self.checks),
             "skipped": sum(bool(each.skipped) for each in self.checks),
         }
-        numbers = {name: str(count) for name, count in counts.items()}
-        suite = Element("testsuite", name=_xml(self.command), tests=str(len(self.checks)), **numbers)
+        suite = Element("testsuite", {"name": _xml(self.command)} | {k: str(n) for k, n in counts.items()})
         properties = SubElement(suite, "properties")
         for name, value in self.facts.items():
             SubElement(properties, "property", name=name, value=_xml(value))
