@@ -3,6 +3,9 @@
 A state S maps keys to values: Sᵀk is what it remembers under the key k. A new token first lets all of S
 decay, then corrects what S has under its key towards its own value (the delta rule), then reads under its
 query.
+
+The state cannot be cut back, so drafts are not in it until they are accepted: their inputs are held, and the
+next step of the request begins with the accepted ones.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 
 from diptych.shared.interfaces import linear_attention as interface
 from diptych.shared.interfaces.linear_attention import LinearLayer, StatePool
-from diptych.shared.types import ForwardBatch
+from diptych.shared.types import ForwardBatch, ForwardMode
 
 
 class Tokens(NamedTuple):
@@ -24,40 +27,55 @@ class Tokens(NamedTuple):
     start: int
     end: int
     is_first: bool  # there is no token before them
-    stores: dict[int, int]  # after so many of them -> the checkpoint for the state
+    are_drafts: bool
+    num_accepted: int  # drafts of the last step that come before them
+    stores: list[tuple[int, int]]  # (so many of them, the row that gets the state after them)
 
 
 class LinearAttention(interface.LinearAttention):
+    supports_drafts = True
+
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
 
     def plan(self, forward_batch: ForwardBatch) -> list[Tokens]:
         rows = forward_batch.req_pool_indices.tolist()
+        are_drafts = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
+        lens = list(zip(rows, forward_batch.seq_lens_cpu, forward_batch.extend_seq_lens_cpu))
+        # The state behind drafts is not kept: they may be rejected.
+        stores = [
+            [(0, row)] if are_drafts else [*self.pool.begin(row, end - num, end), (num, row)]
+            for row, end, num in lens
+        ]
+        num_accepted = self.pool.num_accepted(forward_batch).tolist()
         plan, start = [], 0
-        for row, seq_len, num_new in zip(rows, forward_batch.seq_lens_cpu, forward_batch.extend_seq_lens_cpu):
-            stores = dict(self.pool.begin(row, seq_len - num_new, seq_len))
-            plan.append(Tokens(row, start, start + num_new, num_new == seq_len, stores))
-            start += num_new
+        for (row, end, num), accepted, copies in zip(lens, num_accepted, stores):
+            plan.append(Tokens(row, start, start + num, num == end, are_drafts, accepted, copies))
+            start += num
         return plan
 
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: list[Tokens]
     ) -> torch.Tensor:
         inputs, states = self.pool.inputs[layer.layer_id], self.pool.recurrent[layer.layer_id]
-        outputs: list[torch.Tensor] = []
+        gates, outputs = torch.stack((g, beta), dim=1), []
         # --8<-- [start:linear-attention-run]
-        for row, start, end, is_first, stores in plan:
+        for row, start, end, is_first, are_drafts, num_accepted, stores in plan:
             if is_first:
                 inputs[row], states[row] = 0.0, 0.0
-            seen = torch.cat((inputs[row], u[start:end].to(inputs.dtype)))
-            inputs[row] = seen[end - start :]
+            new = u[start:end].to(inputs.dtype), gates[start:end]
+            held = self.pool.held_inputs[layer.layer_id, row], self.pool.held_gates[layer.layer_id, row]
+            all_u, all_gates = (torch.cat((old[:num_accepted], x)) for old, x in zip(held, new))
+            seen, state = torch.cat((inputs[row], all_u)), states[row]
             q, k, v = split_heads(convolve(seen, layer.conv_weight), layer)
-            for n, token in enumerate(zip(q, k, v, g[start:end], beta[start:end]), 1):
-                states[row], output = delta_rule(states[row], *token)
-                outputs.append(output)
-                if n in stores:
-                    inputs[stores[n]] = seen[n : n + inputs.shape[1]]
-                    states[stores[n]] = states[row]
+            for n, token in enumerate(zip(q, k, v, *all_gates.unbind(1)), 1 - num_accepted):
+                state, output = delta_rule(state, *token)
+                outputs += [output] if n > 0 else []
+                for target in [target for num, target in stores if num == n]:
+                    inputs[target] = seen[num_accepted + n :][: inputs.shape[1]]
+                    states[target] = state
+            if are_drafts:
+                held[0][: end - start], held[1][: end - start] = new
         return torch.stack(outputs).to(u.dtype)
         # --8<-- [end:linear-attention-run]
 

@@ -145,7 +145,7 @@ class BatchSteps(Steps):
     def _make_step(self, size: int) -> BatchStep:
         step = BatchStep(self.buffers.padding_batch(size))
         if self.linear is not None:
-            step.linear = BatchLinearAttention(self.linear, self.linear.plan_for_graph(size))
+            step.linear = BatchLinearAttention(self.linear, self.linear.plan_for_graph(step.batch))
         if self.attention.supports_cuda_graph:
             step.plan = self.attention.plan_for_graph(step.batch, self.max_seq_len)
         return step

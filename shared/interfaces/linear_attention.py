@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config.model import LinearAttentionConfig
-from diptych.shared.types import ForwardBatch
+from diptych.shared.types import ForwardBatch, ForwardMode
 
 
 @dataclass
@@ -29,6 +29,10 @@ class StatePool:
 
     `loads` and `stores` are orders for the next steps of a row. The plan of a step takes them with `begin`,
     so copies and steps come in one order on the stream of the model.
+
+    With `num_nodes` there are verify steps, which leave states as they were: what the recurrence reads of
+    their nodes is held, and the next step of the row begins with the accepted ones. So a rejected draft has
+    never been in a state.
     """
 
     def __init__(
@@ -39,8 +43,10 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str,
         num_checkpoints: int = 0,
+        num_nodes: int = 0,
     ) -> None:
-        """`num_rows`: of req_to_token, without row 0. `dtype`: of the inputs; states are float32 at least."""
+        """`num_rows`: of req_to_token, without row 0. `dtype`: of the inputs; states are float32 at least.
+        `num_nodes`: the most that a verify step has of a request; 0: there are none."""
         self.checkpoints = range(num_rows + 1, num_rows + 1 + num_checkpoints)
         rows = num_layers, self.checkpoints.stop
         wide = torch.promote_types(dtype, torch.float32)
@@ -48,6 +54,11 @@ class StatePool:
         state = config.num_v_heads, config.k_head_dim, config.v_head_dim
         self.inputs = torch.zeros(*rows, *inputs, dtype=dtype, device=device)
         self.recurrent = torch.zeros(*rows, *state, dtype=wide, device=device)
+        self.num_nodes = num_nodes
+        nodes, gates = (num_layers, num_rows + 1, num_nodes), (2, config.num_v_heads)
+        self.held_inputs = torch.zeros(*nodes, config.num_channels, dtype=dtype, device=device)
+        self.held_gates = torch.zeros(*nodes, *gates, dtype=wide, device=device)  # g, beta
+        self.num_seen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # tokens in the states
         self.loads: dict[int, int] = {}  # row -> the checkpoint that it goes on from
         self.stores: dict[int, list[StateStore]] = {}  # of a row
 
@@ -57,6 +68,8 @@ class StatePool:
         state that it goes on from, and returns the stores: (tokens of this step before
         the copy, checkpoint)."""
         checkpoint = self.loads.pop(row, None)
+        if self.num_nodes and (checkpoint is not None or start == 0):
+            self.num_seen[row] = start  # whatever an earlier request has left
         if checkpoint is not None:
             self.inputs[:, row] = self.inputs[:, checkpoint]
             self.recurrent[:, row] = self.recurrent[:, checkpoint]
@@ -69,12 +82,28 @@ class StatePool:
         return copies
         # --8<-- [end:state-pool-begin]
 
+    # --8<-- [start:state-pool-accepted]
+    def num_accepted(self, batch: ForwardBatch) -> torch.Tensor:
+        """[batch_size] int64: how many of the nodes that each row holds come before the
+        tokens of this step. Called once a step, after `begin`. Without synchronising:
+        the CPU need not know how many drafts of the last step were accepted."""
+        rows, starts = batch.req_pool_indices, batch.seq_lens - batch.extend_seq_lens
+        num_accepted = starts - self.num_seen[rows]
+        is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        self.num_seen[rows] = starts if is_verify else batch.seq_lens
+        return num_accepted.clamp(0, self.num_nodes)  # padding may have any
+        # --8<-- [end:state-pool-accepted]
+
     @staticmethod
-    def bytes_per_row(num_layers: int, config: LinearAttentionConfig, dtype: torch.dtype) -> int:
+    def bytes_per_row(
+        num_layers: int, config: LinearAttentionConfig, dtype: torch.dtype, num_nodes: int = 0
+    ) -> int:
+        """Of a state, and of the nodes that a row holds."""
         wide = torch.promote_types(dtype, torch.float32)
-        inputs = (config.conv_kernel - 1) * config.num_channels * dtype.itemsize
+        inputs = (config.conv_kernel - 1 + num_nodes) * config.num_channels * dtype.itemsize
         state = config.num_v_heads * config.k_head_dim * config.v_head_dim * wide.itemsize
-        return num_layers * (inputs + state)
+        gates = 2 * num_nodes * config.num_v_heads * wide.itemsize
+        return num_layers * (inputs + state + gates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +134,19 @@ class LinearAttention(ABC):
     checkpoint of `StatePool.begin` those of its position; no other row has changed, except row 0, which
     belongs to padding. Rows of other requests are not read: they may hold NaN.
 
-    CUDA graphs are optional. An object with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
-    `run` may be captured once and replayed for other decode steps, each after a `replan`.
+    In a TARGET_VERIFY step the tokens are nodes of a chain of drafts. Their outputs are those of any tokens,
+    but after `run` the row holds the state before the first of them, and their u, g and beta are held. The
+    next step of the request, of one token or another TARGET_VERIFY one, begins at a position that says how
+    many of them were accepted (`StatePool.num_accepted`): these come before its tokens, and nothing is kept
+    of the others.
+
+    Drafts and CUDA graphs are optional. An object without `supports_drafts` gets no TARGET_VERIFY step. One
+    with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose `run` may be captured once and
+    replayed for other steps of the same form, each after a `replan`.
     """
 
     supports_cuda_graph: bool = False
+    supports_drafts: bool = False
 
     @abstractmethod
     def __init__(self, pool: StatePool) -> None: ...
@@ -118,19 +155,20 @@ class LinearAttention(ABC):
     def plan(self, forward_batch: ForwardBatch) -> Any:
         """Everything that depends on the batch but not on the layer. Meaningful to `run` of the same object,
         until the next `plan`. A request's tokens follow those that its row has seen: they begin at position
-        seq_lens - extend_seq_lens. Calls `StatePool.begin` for the row of each request, once."""
+        seq_lens - extend_seq_lens. Calls `StatePool.begin` for the row of each request, once; except in a
+        TARGET_VERIFY step, which has no orders, and whose lengths on the CPU may be upper bounds."""
 
-    def plan_for_graph(self, num_requests: int) -> Any:
-        """A plan for capturing decode steps of so many requests, called outside the capture. It stays valid
-        beside any other plan of the same object, as long as the caller keeps it. Until the first `replan` all
-        requests are padding. `run` with it never synchronises, and launches the same kernels at each replay.
-        """
+    def plan_for_graph(self, forward_batch: ForwardBatch) -> Any:
+        """A plan for capturing steps of the form of a DECODE batch or of a TARGET_VERIFY one, called outside
+        the capture. It stays valid beside any other plan of the same object, as long as the caller keeps it.
+        Until the first `replan` all requests are padding. `run` with it never synchronises, and launches the
+        same kernels at each replay."""
         raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
 
     def replan(self, plan: Any, forward_batch: ForwardBatch) -> None:
         """Brings a `plan_for_graph` up to date, before each replay and on its stream, without synchronising
-        where `rows_cpu` is known. `forward_batch`: a DECODE batch of at most so many requests. The others of
-        the plan are padding behind them: their tokens may hold anything, and their row is 0. Calls
+        where `rows_cpu` is known. `forward_batch`: of the plan's form, with at most as many requests. The
+        others of the plan are padding behind them: their tokens may hold anything, and their row is 0. Calls
         `StatePool.begin` as `plan` does. Overwrites what the last replay read, in stream order."""
         raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
 

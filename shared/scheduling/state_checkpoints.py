@@ -1,9 +1,10 @@
 """States of linear attention for the prefix cache: KV of a prefix is of use only with the state at its end.
 
 A state is kept at few positions, on a grid: at the end of a prompt, where prompts part, and, one for each
-request, at the last grid point of its answer. As in `host_cache`, the radix tree knows nothing of it: a table
-has the checkpoint of each prefix, by a digest of its tokens. A match is the longest prefix that the tree has
-KV of and the table a state. States are evicted apart from KV, the least recently used first.
+request, at the last grid point of its answer. Where drafts are verified there is none of the answer: the CPU
+does not know at which step a request comes to a position. As in `host_cache`, the radix tree knows nothing of
+it: a table has the checkpoint of each prefix, by a digest of its tokens. A match is the longest prefix that
+the tree has KV of and the table a state. States are evicted apart from KV, the least recently used first.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class StateCheckpoints(SchedulerFeature):
                 if start < position <= end:
                     self._order(req, StateStore(-1, position))
             first = (end // self.rolling + 1) * self.rolling
-            if end == req.num_tokens and first < len(req.origin_input_ids) + req.max_new_tokens:
+            most = 0 if self.pool.num_nodes else len(req.origin_input_ids) + req.max_new_tokens
+            if end == req.num_tokens and first < most:
                 self._order(req, StateStore(-1, first, self.rolling))
 
     # --8<-- [start:state-orders]

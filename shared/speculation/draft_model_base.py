@@ -141,6 +141,8 @@ def padding_token_ids(
 def check_draft_model_fits(draft: ModelConfig, config: EngineConfig, num_token_ids: int) -> None:
     """Raise `ValueError` for a draft model that cannot read what the target reads."""
     where = f"speculative_draft_model={config.speculative_draft_model}"
+    if draft.linear_attention is not None:
+        raise ValueError(f"{where} has linear attention: a draft model has KV alone")
     if draft.vocab_size < num_token_ids:
         raise ValueError(f"{where} has {draft.vocab_size} token ids, and the target writes {num_token_ids}")
     assert config.context_len is not None

@@ -365,6 +365,8 @@ def _launches() -> dict[str, Launch]:
             add(quantized, f"{kind}-t{num_tokens}-{dtype}", num_tokens, inter, hidden, DTYPES[dtype], kind)
     for name, dtype in DTYPES.items():
         add(linear_attention, name, dtype)
+        add(linear_attention, f"{name}-drafts", dtype, 4, 4)
+        add(linear_attention, f"{name}-behind-drafts", dtype, 4)
     for rank in (16, 64, 128):
         for name, dtype in DTYPES.items():
             add(lora, f"r{rank}-{name}", rank, dtype)

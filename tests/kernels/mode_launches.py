@@ -11,12 +11,13 @@ from diptych.optimized.kernels.attention.mla_rope_store import mla_rope_store
 from diptych.optimized.kernels.attention.mla_small_batch import absorb_few
 from diptych.optimized.kernels.linear.lora_linear import BLOCK_M, expand_add, shrink
 from diptych.optimized.kernels.moe.moe_align import align
-from diptych.optimized.kernels.recurrence.convolve import convolve
+from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
-from diptych.optimized.kernels.recurrence.step_tables import LinearSteps
+from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
 from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.interfaces.linear_attention import LinearLayer
 
 
 def mla(
@@ -68,19 +69,27 @@ def lora(rank: int, dtype: torch.dtype) -> None:
         expand_add(y, shrink(x, a, blocks), b, torch.empty(num_slots, len(sizes)), sizes, blocks)
 
 
-def linear_attention(dtype: torch.dtype) -> None:
-    """Eight requests of one token and one of 100, in the sizes of Qwen3-Next."""
+def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) -> None:
+    """Eight requests of one token and one of 100, in the sizes of Qwen3-Next, or eight of `num_nodes`. Rows
+    hold `num_held` nodes."""
     config = LinearAttentionConfig(16, 32, 128, 128, 4)
-    num_tokens, rows, heads = 108, 20, config.num_v_heads
-    tables = [torch.empty(size, dtype=torch.int64) for size in (8, 1, num_tokens, 9 * 9, 2, 6)]
-    steps = LinearSteps(9, 8, 2, *tables)
+    num_rows, heads, k_dim, v_dim = 20, config.num_v_heads, config.k_head_dim, config.v_head_dim
+    num_requests, num_tokens = (8, 8 * num_nodes) if num_nodes else (9, 108)
+    tables = [torch.empty(n, dtype=torch.int64) for n in (8, 1, num_tokens, 9 * num_requests, 2, 6)]
+    accepted = torch.empty(num_requests, dtype=torch.int64)
+    steps = LinearSteps(num_requests, 8, 2, num_nodes, *tables, accepted)
+    rows = LayerRows(
+        torch.empty(num_rows, config.conv_kernel - 1, config.num_channels, dtype=dtype),
+        torch.empty(num_rows, heads, k_dim, v_dim),
+        torch.empty(num_rows, num_held, config.num_channels, dtype=dtype),
+        torch.empty(num_rows, num_held, 2, heads),
+    )
     projected = torch.empty(num_tokens, config.num_channels + config.v_size + 2 * heads, dtype=dtype)
     u, z, b, a = projected.split([config.num_channels, config.v_size, heads, heads], dim=1)
-    inputs = torch.empty(rows, config.conv_kernel - 1, config.num_channels, dtype=dtype)
-    states = torch.empty(rows, heads, config.k_head_dim, config.v_head_dim)
     weight = torch.empty(config.num_channels, config.conv_kernel, dtype=dtype)
     g, beta = decay_and_beta(a, b, torch.empty(heads), torch.empty(heads))
-    c, o = convolve(u, inputs, weight, steps), u.new_empty(num_tokens, heads, config.v_head_dim)
-    delta_rule(c, g, beta, o, states, config, steps)
-    delta_chunks(c, g, beta, o, states, config, steps)
-    norm_and_gate(o, z, torch.empty(config.v_head_dim), 1e-6)
+    c, o = convolve(u, rows, weight, steps), u.new_empty(num_tokens, heads, v_dim)
+    delta_rule(c, g, beta, o, rows, LinearLayer(0, config, weight), steps)
+    delta_chunks(c, g, beta, o, rows.states, config, steps)
+    keep_inputs(u, g, beta, rows, steps)
+    norm_and_gate(o, z, torch.empty(v_dim), 1e-6)

@@ -183,7 +183,7 @@ def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
 
 
 REFUSED: list[dict[str, Any]] = [
-    {"speculative": "ngram"},
+    {"speculative": "ngram"},  # with trees
     {"max_loras_per_batch": 2},
     {"hicache_tokens": 64},
     {"deterministic": True},

@@ -3,8 +3,9 @@
 Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
 cache that its neighbours have read.
 
-Shape: a CTA has one token and a block of channels. Keeping is a launch of its own: a prompt's first
-tokens read the inputs that its last ones replace.
+Shape: a CTA has one token and a block of channels. Keeping is a launch of its own, behind the recurrence: the
+first tokens of a step read the inputs that its last ones replace. Where drafts are verified, the nodes that a
+row holds from its last step lie between its inputs and the new tokens, as many as were accepted.
 """
 
 from __future__ import annotations
@@ -18,53 +19,78 @@ from diptych.optimized.kernels.recurrence.step_tables import (
     IS_FIRST,
     LAST_STORE,
     NUM_FIELDS,
-    NUM_TOKENS,
+    NUM_KEPT,
     ROW,
     START,
+    LayerRows,
     LinearSteps,
 )
 
 
 @triton.jit
 def _input(
-    u_ptr, inputs_ptr, first_token, at, is_first, offs, mask, STRIDE_U, C: tl.constexpr, TAPS: tl.constexpr
-):
+    u_ptr, held_ptr, inputs_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
     """Input number `at` of a step: below 0, one of earlier steps, or zero before position 0."""
     if at >= 0:
         x = tl.load(u_ptr + (first_token + at).to(tl.int64) * STRIDE_U + offs, mask=mask, other=0.0)
+    elif at + num_accepted >= 0:
+        x = tl.load(held_ptr + (at + num_accepted) * C + offs, mask=mask, other=0.0)
     elif is_first != 0:
         x = tl.load(u_ptr + offs, mask=mask & (offs < 0), other=0.0)
     else:
-        x = tl.load(inputs_ptr + (TAPS - 1 + at) * C + offs, mask=mask, other=0.0)
+        x = tl.load(inputs_ptr + (TAPS - 1 + at + num_accepted) * C + offs, mask=mask, other=0.0)
     return x
 
 
 @triton.jit
+def convolved(
+    u_ptr, held_ptr, inputs_ptr, weight_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The channels `offs` of input number `at` of a step, behind the convolution. float32."""
+    total = tl.zeros(offs.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        x = _input(
+            u_ptr, held_ptr, inputs_ptr, first_token, num_accepted, at - (TAPS - 1) + tap, is_first, offs,
+            mask, STRIDE_U, C, TAPS,
+        )  # fmt: skip
+        weight = tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
 def _convolve_kernel(
-    u_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < C
-    request = requests_ptr + tl.load(request_of_ptr + token) * NUM_FIELDS
+    number = tl.load(request_of_ptr + token)
+    request = requests_ptr + number * NUM_FIELDS
     first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
-    inputs_ptr += tl.load(request + ROW).to(tl.int64) * ((TAPS - 1) * C)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = token - first_token - (TAPS - 1) + tap
-        x = _input(u_ptr, inputs_ptr, first_token, at, is_first, offs, mask, STRIDE_U, C, TAPS)
-        weight = tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0)
-        total += x.to(tl.float32) * weight.to(tl.float32)
-    tl.store(c_ptr + token.to(tl.int64) * C + offs, total / (1.0 + tl.exp(-total)), mask=mask)
+    row = tl.load(request + ROW).to(tl.int64)
+    num_accepted = 0
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + number)
+    c = convolved(
+        u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr, first_token,
+        num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
+    )  # fmt: skip
+    tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
 
 
 @triton.jit
 def _keep_inputs_kernel(
-    u_ptr, inputs_ptr, requests_ptr, stores_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, g_ptr, beta_ptr, held_ptr, gates_ptr, inputs_ptr, requests_ptr, stores_ptr, accepted_ptr, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, NUM_NODES: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of a request, and those of its checkpoints before them: these read the old ones."""
+    """The last inputs of a request, and those of its checkpoints before them: these read the old ones. Of a
+    verify step those of the nodes that it began with, and its own nodes beside them."""
     request = requests_ptr + tl.program_id(0) * NUM_FIELDS
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < C
@@ -74,34 +100,60 @@ def _keep_inputs_kernel(
         tl.load(request + FIRST_STORE),
         tl.load(request + LAST_STORE),
     )
+    num_accepted = 0
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + tl.program_id(0))
     own_ptr = inputs_ptr + row.to(tl.int64) * ((TAPS - 1) * C)
+    held_ptr += row.to(tl.int64) * (NODES * C)
     for store in range(first_store, last_store + 1):
-        target, num_tokens = row, tl.load(request + NUM_TOKENS)
+        target, num_tokens = row, tl.load(request + NUM_KEPT)
         if store < last_store:
             num_tokens, target = tl.load(stores_ptr + 2 * store), tl.load(stores_ptr + 2 * store + 1)
         target_ptr = inputs_ptr + target.to(tl.int64) * ((TAPS - 1) * C)
         # Upwards: input i of the row is read before it is replaced, by a later one.
         for i in tl.static_range(TAPS - 1):
             at = num_tokens - (TAPS - 1) + i
-            x = _input(u_ptr, own_ptr, first_token, at, is_first, offs, mask, STRIDE_U, C, TAPS)
+            x = _input(
+                u_ptr, held_ptr, own_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U, C,
+                TAPS,
+            )  # fmt: skip
             tl.store(target_ptr + i * C + offs, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+    for node in range(NUM_NODES):
+        token = (first_token + node).to(tl.int64)
+        tl.store(held_ptr + node * C + offs, tl.load(u_ptr + token * STRIDE_U + offs, mask=mask), mask=mask)
+        if tl.program_id(1) == 0:
+            own_gates = gates_ptr + (row.to(tl.int64) * NODES + node) * (2 * HEADS) + offs
+            is_head = offs < HEADS
+            tl.store(own_gates, tl.load(g_ptr + token * HEADS + offs, mask=is_head), mask=is_head)
+            tl.store(own_gates + HEADS, tl.load(beta_ptr + token * HEADS + offs, mask=is_head), mask=is_head)
 
 
-def convolve(u: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, steps: LinearSteps) -> torch.Tensor:
-    """u [num_tokens, num_channels], inputs [rows, taps - 1, num_channels] of the layer, weight
-    [num_channels, taps] -> c [num_tokens, num_channels] float32. Updates the rows and checkpoints of the
-    step in `inputs`."""
+def _block(num_channels: int) -> int:
+    return min(triton.next_power_of_2(num_channels), 512)
+
+
+def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: LinearSteps) -> torch.Tensor:
+    """u [num_tokens, num_channels], weight [num_channels, taps] -> c [num_tokens, num_channels] float32."""
     num_tokens, num_channels = u.shape
-    taps, block = weight.shape[1], min(triton.next_power_of_2(num_channels), 512)
+    block = _block(num_channels)
     assert u.stride(1) == 1
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
-    num_blocks = triton.cdiv(num_channels, block)
-    sizes = {"C": num_channels, "TAPS": taps, "BLOCK": block}
-    _convolve_kernel[(num_tokens, num_blocks)](
-        u, inputs, weight, c, steps.request_of, steps.requests, u.stride(0), **sizes
-    )
-    _keep_inputs_kernel[(steps.num_requests, num_blocks)](
-        u, inputs, steps.requests, steps.stores, u.stride(0), **sizes
-    )
+    _convolve_kernel[(num_tokens, triton.cdiv(num_channels, block))](
+        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
+        u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1], BLOCK=block,
+    )  # fmt: skip
     return c
+
+
+def keep_inputs(
+    u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, rows: LayerRows, steps: LinearSteps
+) -> None:
+    """Update `inputs` of the rows and checkpoints of the step; in a verify step also what rows hold."""
+    num_channels, num_heads, block = u.shape[1], g.shape[1], _block(u.shape[1])
+    assert num_heads <= block
+    _keep_inputs_kernel[(steps.num_requests, triton.cdiv(num_channels, block))](
+        u, g, beta, rows.held_inputs, rows.held_gates, rows.inputs, steps.requests, steps.stores,
+        steps.accepted, u.stride(0), C=num_channels, TAPS=rows.inputs.shape[1] + 1,
+        NODES=rows.held_inputs.shape[1], NUM_NODES=steps.num_nodes, HEADS=num_heads, BLOCK=block,
+    )  # fmt: skip

@@ -1,5 +1,9 @@
 """The gated delta rule for requests of one new token: the state is read once and written once.
 
+In a verify step a request has several nodes, which are not written to its state: it is that behind the nodes
+of the last step that were accepted, and so are those of the tokens behind them. They go through the
+convolution again, with q left out.
+
 Roofline bound: 2 * num_requests * num_v_heads * k_head_dim * v_head_dim * 4 bytes over the memory's
 bandwidth, and nothing else counts.
 
@@ -13,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.recurrence.convolve import convolved
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -20,9 +25,10 @@ from diptych.optimized.kernels.recurrence.step_tables import (
     NUM_FIELDS,
     ROW,
     START,
+    LayerRows,
     LinearSteps,
 )
-from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.interfaces.linear_attention import LinearLayer
 
 
 @triton.jit
@@ -32,37 +38,69 @@ def unit(x, axis: tl.constexpr):
 
 
 @triton.jit
+def _write(state, k, v, g, beta):
+    """The state behind a token."""
+    state *= tl.exp(g)
+    correction = beta * (v - tl.sum(state * k[:, None], axis=0))
+    return state + k[:, None] * correction[None, :]
+
+
+@triton.jit
 def _delta_rule_kernel(
-    c_ptr, g_ptr, beta_ptr, o_ptr, states_ptr, order_ptr, requests_ptr, stores_ptr, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    c_ptr, g_ptr, beta_ptr, o_ptr, states_ptr, inputs_ptr, held_ptr, gates_ptr, weight_ptr,
+    order_ptr, requests_ptr, stores_ptr, accepted_ptr, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
+    NODES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head, number = tl.program_id(1), tl.load(order_ptr + tl.program_id(0))
     k_offs, v_offs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = k_offs < K, v_offs < V
-    request = requests_ptr + tl.load(order_ptr + tl.program_id(0)) * NUM_FIELDS
-    token = tl.load(request + START)
+    request = requests_ptr + number * NUM_FIELDS
+    row = tl.load(request + ROW)
     k_size: tl.constexpr = HEADS // GROUP * K
-    c_ptr += token * (2 * k_size + HEADS * V)
-    q = unit(tl.load(c_ptr + head // GROUP * K + k_offs, mask=k_mask, other=0.0), 0) * scale
-    k = unit(tl.load(c_ptr + k_size + head // GROUP * K + k_offs, mask=k_mask, other=0.0), 0)
-    v = tl.load(c_ptr + 2 * k_size + head * V + v_offs, mask=v_mask, other=0.0)
-    g, beta = tl.load(g_ptr + token * HEADS + head), tl.load(beta_ptr + token * HEADS + head)
-
+    C: tl.constexpr = 2 * k_size + HEADS * V
+    k_offs_c, v_offs_c = k_size + head // GROUP * K + k_offs, 2 * k_size + head * V + v_offs
     tile, mask = head * K * V + k_offs[:, None] * V + v_offs[None, :], k_mask[:, None] & v_mask[None, :]
-    row_ptr = states_ptr + tl.load(request + ROW) * (HEADS * K * V)
+    row_ptr = states_ptr + row * (HEADS * K * V)
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if tl.load(request + IS_FIRST) == 0:
         state = tl.load(row_ptr + tile, mask=mask, other=0.0)
-    state *= tl.exp(g)
-    correction = beta * (v - tl.sum(state * k[:, None], axis=0))
-    state += k[:, None] * correction[None, :]
-    o = tl.sum(state * q[:, None], axis=0)
-    tl.store(o_ptr + (token * HEADS + head) * V + v_offs, o.to(o_ptr.dtype.element_ty), mask=v_mask)
-    tl.store(row_ptr + tile, state, mask=mask)
-    for store in range(tl.load(request + FIRST_STORE), tl.load(request + LAST_STORE)):
-        checkpoint = tl.load(stores_ptr + 2 * store + 1)
-        tl.store(states_ptr + checkpoint * (HEADS * K * V) + tile, state, mask=mask)
+
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + number)
+        held_ptr += row * (NODES * C)
+        inputs_ptr += row * ((TAPS - 1) * C)
+        gates_ptr += row * (NODES * 2 * HEADS) + head
+        for node in range(num_accepted):
+            at = node - num_accepted
+            k = convolved(
+                held_ptr, held_ptr, inputs_ptr, weight_ptr, 0, num_accepted, at, 0, k_offs_c, k_mask, C,
+                C, TAPS,
+            )  # fmt: skip
+            v = convolved(
+                held_ptr, held_ptr, inputs_ptr, weight_ptr, 0, num_accepted, at, 0, v_offs_c, v_mask, C,
+                C, TAPS,
+            )  # fmt: skip
+            g = tl.load(gates_ptr + 2 * HEADS * node)
+            beta = tl.load(gates_ptr + 2 * HEADS * node + HEADS)
+            state = _write(state, unit(k, 0), v, g, beta)
+        if NUM_NODES > 0:
+            tl.store(row_ptr + tile, state, mask=mask)
+
+    for i in range(NUM_NODES if NUM_NODES > 0 else 1):
+        token = tl.load(request + START) + i
+        q = unit(tl.load(c_ptr + token * C + k_offs_c - k_size, mask=k_mask, other=0.0), 0) * scale
+        k = unit(tl.load(c_ptr + token * C + k_offs_c, mask=k_mask, other=0.0), 0)
+        v = tl.load(c_ptr + token * C + v_offs_c, mask=v_mask, other=0.0)
+        g, beta = tl.load(g_ptr + token * HEADS + head), tl.load(beta_ptr + token * HEADS + head)
+        state = _write(state, k, v, g, beta)
+        o = tl.sum(state * q[:, None], axis=0)
+        tl.store(o_ptr + (token * HEADS + head) * V + v_offs, o.to(o_ptr.dtype.element_ty), mask=v_mask)
+    if NUM_NODES == 0:
+        tl.store(row_ptr + tile, state, mask=mask)
+        for store in range(tl.load(request + FIRST_STORE), tl.load(request + LAST_STORE)):
+            checkpoint = tl.load(stores_ptr + 2 * store + 1)
+            tl.store(states_ptr + checkpoint * (HEADS * K * V) + tile, state, mask=mask)
 
 
 def delta_rule(
@@ -70,18 +108,22 @@ def delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     o: torch.Tensor,
-    states: torch.Tensor,
-    config: LinearAttentionConfig,
+    rows: LayerRows,
+    layer: LinearLayer,
     steps: LinearSteps,
 ) -> None:
     """c [num_tokens, num_channels] float32, behind the convolution; g, beta [num_tokens, num_v_heads]
-    float32; states [rows, num_v_heads, k_head_dim, v_head_dim] of the layer. Writes the rows of o
-    [num_tokens, num_v_heads, v_head_dim] and of `states` that belong to requests of one token."""
+    float32. Writes the rows of o [num_tokens, num_v_heads, v_head_dim] and the states that belong to requests
+    of one token, or of the nodes of a verify step."""
     if not steps.num_single:
         return
+    config = layer.config
     block_v = min(max(triton.next_power_of_2(config.v_head_dim), 16), 32)
     _delta_rule_kernel[(steps.num_single, config.num_v_heads, triton.cdiv(config.v_head_dim, block_v))](
-        c, g, beta, o, states, steps.single, steps.requests, steps.stores, config.k_head_dim**-0.5,
+        c, g, beta, o, rows.states, rows.inputs, rows.held_inputs, rows.held_gates, layer.conv_weight,
+        steps.single, steps.requests, steps.stores, steps.accepted, config.k_head_dim**-0.5,
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
-        V=config.v_head_dim, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16), BLOCK_V=block_v,
+        V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
+        NUM_NODES=steps.num_nodes, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16),
+        BLOCK_V=block_v,
     )  # fmt: skip

@@ -14,11 +14,12 @@ from diptych.shared.to_device import vectors_to_device
 CHUNK = 64
 """Positions of a chunk. Chunks end at its multiples, however a prompt is divided into steps."""
 
-ROW, START, NUM_TOKENS, IS_FIRST, FIRST_STORE, LAST_STORE, FIRST_CHUNK, LAST_CHUNK, NUM_FIELDS = (
+ROW, START, NUM_KEPT, IS_FIRST, FIRST_STORE, LAST_STORE, FIRST_CHUNK, LAST_CHUNK, NUM_FIELDS = (
     tl.constexpr(i) for i in range(9)
 )
-"""Fields of a request: its row in the pool, the number of its first token in the batch, how many it has,
-whether none came before. Its stores and chunks are those from the first to the last, without the last."""
+"""Fields of a request: its row in the pool, the number of its first token in the batch, how many of its
+tokens stay in the row, whether none came before. Its stores and chunks are those from the first to the last,
+without the last."""
 
 
 class Tokens(NamedTuple):
@@ -30,18 +31,29 @@ class Tokens(NamedTuple):
     stores: Sequence[tuple[int, int]]  # (new tokens before the copy, checkpoint)
 
 
+class LayerRows(NamedTuple):
+    """The rows of the pool in one layer."""
+
+    inputs: torch.Tensor  # [rows, taps - 1, num_channels]
+    states: torch.Tensor  # [rows, num_v_heads, k_head_dim, v_head_dim]
+    held_inputs: torch.Tensor  # [rows, nodes, num_channels]
+    held_gates: torch.Tensor  # [rows, nodes, 2, num_v_heads]: g, beta
+
+
 class LinearSteps(NamedTuple):
     """Tensors of int64, each aligned to 16 bytes, and of one number at least."""
 
     num_requests: int
-    num_single: int  # requests of one token; the others are computed in chunks
+    num_single: int  # requests of one token, or of the nodes of a verify step; the others come in chunks
     num_chunks: int
-    single: torch.Tensor  # numbers of the requests of one token
+    num_nodes: int  # of each request in a verify step; 0: it is another one
+    single: torch.Tensor  # numbers of the requests that go token by token
     long: torch.Tensor  # and of the others
     request_of: torch.Tensor  # [num_tokens]
     requests: torch.Tensor  # [num_requests * NUM_FIELDS]
     stores: torch.Tensor  # (new tokens of the request before the copy, checkpoint), one after the other
     chunks: torch.Tensor  # (first token in the batch, number of tokens, checkpoint after them or 0)
+    accepted: torch.Tensor  # [num_requests]: held nodes before the first token; read if the pool holds nodes
 
 
 def make_steps(reqs: Sequence[Tokens], device: torch.device) -> LinearSteps:
@@ -75,7 +87,8 @@ def make_steps(reqs: Sequence[Tokens], device: torch.device) -> LinearSteps:
         request_of += [i] * num_tokens
     vectors = [single, long, request_of, requests, stores, chunks]
     tables = vectors_to_device([vector or [0] for vector in vectors], device)
-    return LinearSteps(len(reqs), len(single), len(chunks) // 3, *tables)
+    accepted = torch.zeros(len(reqs), dtype=torch.int64, device=device)
+    return LinearSteps(len(reqs), len(single), len(chunks) // 3, 0, *tables, accepted)
 
 
 PADDING = Tokens(0, 0, 1, ())
@@ -89,6 +102,22 @@ def decode_tables(num_requests: int, device: torch.device) -> LinearSteps:
     padding = make_steps([PADDING] * num_requests, device)
     stores = torch.zeros(2 * MAX_STORES * num_requests, dtype=torch.int64, device=device)
     return padding._replace(stores=stores)
+
+
+def verify_tables(num_requests: int, num_nodes: int, device: torch.device) -> LinearSteps:
+    """As `decode_tables`, for so many nodes of each request. Their rows come from the device: `load_rows`."""
+    padding = make_steps([PADDING] * num_requests, device)
+    requests = padding.requests.view(num_requests, -1)
+    requests[:, START.value] *= num_nodes
+    requests[:, [NUM_KEPT.value, IS_FIRST.value]] = 0
+    return padding._replace(num_nodes=num_nodes, request_of=padding.request_of.repeat_interleave(num_nodes))
+
+
+def load_rows(tables: LinearSteps, rows: torch.Tensor) -> None:
+    """Bring `verify_tables` up to date; behind these requests is padding."""
+    in_tables = tables.requests.view(tables.num_requests, -1)[:, ROW.value]
+    in_tables[: len(rows)] = rows
+    in_tables[len(rows) :] = PADDING.row
 
 
 def load_tables(tables: LinearSteps, reqs: Sequence[Tokens]) -> None:

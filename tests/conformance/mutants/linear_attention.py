@@ -40,7 +40,7 @@ class WritesAllRows(LinearAttention):
 
 REFERENCE(
     "ForgetsInputs", "The convolution of a step begins with zeros.",
-    (FILE, "seen = torch.cat((inputs[row],", "seen = torch.cat((torch.zeros_like(inputs[row]),"),
+    (FILE, "torch.cat((inputs[row],", "torch.cat((torch.zeros_like(inputs[row]),"),
 )  # fmt: skip
 REFERENCE(
     "GatesAfterTheCorrection", "The state decays after the correction instead of before it.",
@@ -59,13 +59,17 @@ REFERENCE(
 
 REFERENCE(
     "StoresTheLastState", "A checkpoint inside a step has the state at the end of the step.",
-    (FILE, "                if n in stores:\n                    inputs[", "            for n in stores:\n"
-     "                inputs["),
-    (FILE, "                    states[stores", "                states[stores"),
+    (FILE, "states[target] = state", "states[row] = state"),
+    (FILE, "            if are_drafts:", "            for _, target in stores:\n                "
+     "states[target] = states[row]\n            if are_drafts:"),
 )  # fmt: skip
 REFERENCE(
     "StoresNoInputs", "A checkpoint has the recurrent state alone.",
-    (FILE, "inputs[stores[n]] = seen[n : n + inputs.shape[1]]", "pass"),
+    (FILE, "inputs[target] = seen", "inputs[row] = seen"),
+)  # fmt: skip
+REFERENCE(
+    "RollsBackOneTooMany", "The last draft that was accepted does not come into the state.",
+    (FILE, "accepted(forward_batch).tolist()", "accepted(forward_batch).sub(1).clamp(min=0).tolist()"),
 )  # fmt: skip
 
 
@@ -99,4 +103,8 @@ OPTIMIZED(
     "StoresOfTheCapture", "A replayed step copies no state into a checkpoint.",
     (TABLES, "[tables.requests, tables.stores[:num_stores]], [steps.requests, steps.stores]",
      "[tables.requests], [steps.requests]"),
+)  # fmt: skip
+OPTIMIZED(
+    "HoldsNoGates", "Decay and write strength of accepted drafts are those of an earlier step.",
+    ("kernels.recurrence.convolve", "if tl.program_id(1) == 0:", "if tl.program_id(1) < 0:"),
 )  # fmt: skip

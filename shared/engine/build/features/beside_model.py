@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.build.features import Extras, Feature, Pools
@@ -59,7 +59,6 @@ class LinearStates(Feature):
         plan, config = self.plan, self.plan.config
         architecture = plan.model_config.architecture
         refused: dict[str, Any] = {
-            "speculative": config.speculative,
             "lora_paths": config.lora_paths or config.max_loras_per_batch,
             "hicache_tokens": config.hicache_tokens,
             "deterministic": config.deterministic,
@@ -72,6 +71,23 @@ class LinearStates(Feature):
         for name, is_set in refused.items():
             if is_set:
                 raise ValueError(f"{name} does not work with the linear attention of {architecture}")
+        if config.speculative is None:
+            return
+        impl = plan.component("linear_attention")
+        if not impl.supports_drafts:
+            raise ValueError(f"speculative={config.speculative}: {impl.__name__} does not verify drafts")
+        top_k = draft_shape(config).top_k
+        if top_k > 1:
+            raise ValueError(
+                f"speculative={config.speculative} with speculative_topk={top_k}: linear attention verifies "
+                "chains of drafts, and no trees; set speculative_topk=1"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """The most that a verify step has of a request."""
+        config = self.plan.config
+        return draft_shape(config).num_draft_tokens if config.speculative is not None else 0
 
     def implementation(self, component: str, impl: Any) -> Any:
         """KV alone is no prefix: a request needs the state at its end, too."""
@@ -84,11 +100,12 @@ class LinearStates(Feature):
         plan, linear = self.plan, self.plan.model_config.linear_attention
         assert linear is not None
         num_layers, num = len(plan.model_config.linear_layers), num_rows(plan.config)
-        num_checkpoints = num_kept_states(plan.config)
-        num_bytes = (num + 1 + num_checkpoints) * StatePool.bytes_per_row(num_layers, linear, plan.dtype)
+        num_checkpoints, bytes_per_row = num_kept_states(plan.config), StatePool.bytes_per_row
+        num_bytes = (num + 1) * bytes_per_row(num_layers, linear, plan.dtype, self.num_nodes)
+        num_bytes += num_checkpoints * bytes_per_row(num_layers, linear, plan.dtype)
         what = f"states for max_running_requests={plan.config.max_running_requests} and the prefix cache"
         check_memory(what, num_bytes, plan.device)
-        pool = StatePool(num, num_layers, linear, plan.dtype, plan.device, num_checkpoints)
+        pool = StatePool(num, num_layers, linear, plan.dtype, plan.device, num_checkpoints, self.num_nodes)
         self.checkpoints = StateCheckpoints(pool, plan.config.page_size)
         return {"linear_attention": plan.component("linear_attention")(pool)}
 

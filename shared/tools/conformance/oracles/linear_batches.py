@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,7 +22,8 @@ NUM_CHECKPOINTS = 3
 
 
 class LinearCase(Case):
-    """`steps`: for each step, the new tokens of each request; 0: the request is not in the batch."""
+    """`steps`: for each step, the new tokens of each request; 0: the request is not in the batch. `verify`:
+    the steps that have behind them drafts, `num_nodes` tokens in all, which the next step rejects."""
 
     steps: tuple[tuple[int, ...], ...] = ((5,),)
     num_k_heads: int = 2
@@ -31,6 +33,8 @@ class LinearCase(Case):
     conv_kernel: int = 4
     dtype: torch.dtype = torch.float32
     decay: float = 1.0  # scale of g
+    verify: tuple[int, ...] = ()
+    num_nodes: int = 4
     seed: int = 0
 
     def check(self) -> None:
@@ -43,6 +47,8 @@ class LinearCase(Case):
             raise ValueError("whole groups of heads, and every step names every request")
         if not all(any(step) for step in self.steps):
             raise ValueError("a token in every step")
+        if any(max(self.steps[step]) > self.num_nodes for step in self.verify):
+            raise ValueError("at most num_nodes tokens of a verify step stay")
 
     @property
     def config(self) -> LinearAttentionConfig:
@@ -72,38 +78,58 @@ class World:
 
     def inputs_of(self, step: int) -> tuple[list[int], list[torch.Tensor], ForwardBatch]:
         """The requests in a step; u, g and beta of its tokens; and the batch."""
-        lens = self.case.steps[step]
+        lens, is_verify = self.case.steps[step], step in self.case.verify
         before = [sum(earlier[i] for earlier in self.case.steps[:step]) for i in range(len(lens))]
         reqs = [i for i, num_new in enumerate(lens) if num_new > 0]
-        spans = [(self.sequences[i], before[i], before[i] + lens[i]) for i in reqs]
-        u = torch.cat([each.u[start:end] for each, start, end in spans])
-        g = torch.cat([each.g[start:end] for each, start, end in spans])
-        beta = torch.cat([each.beta[start:end] for each, start, end in spans])
-        batch = forward_batch([self.rows[i] for i in reqs], [(start, end) for _, start, end in spans])
-        return reqs, [u, g, beta], batch
+        inputs: tuple[list[torch.Tensor], ...] = ([], [], [])
+        spans = []
+        for i in reqs:
+            tokens, start, end = self.sequences[i], before[i], before[i] + lens[i]
+            num_drafts = self.case.num_nodes - lens[i] if is_verify else 0
+            drafts = -tokens.u[:1], tokens.g[:1], tokens.beta[:1]
+            for found, tensor, draft in zip(inputs, (tokens.u, tokens.g, tokens.beta), drafts):
+                found += [tensor[start:end], draft.expand(num_drafts, -1)]
+            spans.append((start, end + num_drafts))
+        batch = forward_batch([self.rows[i] for i in reqs], spans, is_verify)
+        return reqs, [torch.cat(found) for found in inputs], batch
 
     def step(self, impl: LinearAttention, step: int) -> dict[int, torch.Tensor]:
-        """Run one step; the output of each request in it."""
+        """Run one step; the output of each request in it, without those of drafts."""
         reqs, inputs, batch = self.inputs_of(step)
         output = run_poisoned(impl.run, *map(amid_poison, inputs), self.layer, impl.plan(batch))
-        return dict(zip(reqs, output.split(list(batch.extend_seq_lens_cpu))))
+        return self.outputs_of(step, reqs, output.split(list(batch.extend_seq_lens_cpu)))
+
+    def outputs_of(
+        self, step: int, reqs: list[int], outputs: Iterable[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        return {i: output[: self.case.steps[step][i]] for i, output in zip(reqs, outputs)}
+
+    def padding(self, step: int, size: int) -> ForwardBatch:
+        """A batch of the form of a step, of `size` padding requests."""
+        is_verify = step in self.case.verify
+        num_tokens = self.case.num_nodes if is_verify else 1
+        return forward_batch([0] * size, [(0, num_tokens)] * size, is_verify)
 
     def padded_step(self, impl: LinearAttention, step: int, plan: Any, size: int) -> dict[int, torch.Tensor]:
-        """Run a decode step with a plan for graphs of `size` requests; the tokens of padding are NaN."""
+        """Run a decode or verify step with a plan for graphs of `size` requests; the tokens of padding are
+        NaN."""
         reqs, inputs, batch = self.inputs_of(step)
         impl.replan(plan, batch)
-        nan = [torch.full_like(x[:1], torch.nan).expand(size - len(reqs), *x.shape[1:]) for x in inputs]
+        num_each = batch.extend_seq_lens_cpu[0]
+        num_padding = num_each * (size - len(reqs))
+        nan = [torch.full_like(x[:1], torch.nan).expand(num_padding, *x.shape[1:]) for x in inputs]
         u, g, beta = (amid_poison(torch.cat(pair)) for pair in zip(inputs, nan))
-        return dict(zip(reqs, impl.run(u, g, beta, self.layer, plan).split(1)))
+        return self.outputs_of(step, reqs, impl.run(u, g, beta, self.layer, plan).split(num_each))
 
 
-def forward_batch(rows: list[int], spans: list[tuple[int, int]]) -> ForwardBatch:
+def forward_batch(rows: list[int], spans: list[tuple[int, int]], is_verify: bool = False) -> ForwardBatch:
     """Only what linear attention reads is meaningful: `spans`: positions [start, end) of new tokens."""
     lens = [end - start for start, end in spans]
     device = check_device()
     num_tokens = sum(lens)
+    mode = ForwardMode.DECODE if max(lens) == 1 else ForwardMode.EXTEND
     return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if max(lens) == 1 else ForwardMode.EXTEND,
+        forward_mode=ForwardMode.TARGET_VERIFY if is_verify else mode,
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.cat([torch.arange(start, end) for start, end in spans]).to(device),
         req_pool_indices=torch.tensor(rows, device=device),
@@ -119,9 +145,12 @@ def forward_batch(rows: list[int], spans: list[tuple[int, int]]) -> ForwardBatch
 def world_of(case: LinearCase) -> World:
     inputs, config = Inputs(case.seed), case.config
     totals = [sum(step[i] for step in case.steps) for i in range(len(case.steps[0]))]
-    pool = StatePool(len(totals) + 2, NUM_LAYERS, config, case.dtype, check_device(), NUM_CHECKPOINTS)
-    poison_(pool.inputs)
-    poison_(pool.recurrent)
+    num_nodes = case.num_nodes if case.verify else 0
+    sizes = len(totals) + 2, NUM_LAYERS, config, case.dtype, check_device(), NUM_CHECKPOINTS, num_nodes
+    pool = StatePool(*sizes)
+    for buffer in (pool.inputs, pool.recurrent, pool.held_inputs, pool.held_gates):
+        poison_(buffer)
+    pool.num_seen.fill_(-2)  # as an earlier request may leave it
     weight = inputs.normal(config.num_channels, config.conv_kernel, dtype=case.dtype, std=0.5)
     sequences = [
         Sequence(

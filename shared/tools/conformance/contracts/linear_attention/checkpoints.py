@@ -75,13 +75,14 @@ def stores(impl: type[LinearAttention], case: StoreCase) -> None:
 
 
 @contract(
-    "A plan for graphs gives decode steps of any requests, fewer than it has, their outputs and states, and "
-    "the checkpoints that are ordered; padding that holds NaN touches row 0 alone. An implementation without "
-    "such plans raises.",
+    "A plan for graphs gives decode or verify steps of any requests, fewer than it has, their outputs and "
+    "states, and the checkpoints that are ordered; padding that holds NaN touches row 0 alone. An "
+    "implementation without such plans raises.",
     table(
-        "steps stores",
+        "steps stores verify",
         ("prompts, then tokens", ((9, 70, 62), (1, 1, 1), (0, 1, 1), (1, 0, 0)), ((), (), (64,))),
         ("the first tokens", ((1, 1), (1, 1)), ((), (2,))),
+        ("drafts", ((5, 9, 1), (4, 1, 0), (2, 0, 3), (1, 1, 1)), ((), (), ()), (1, 2)),
         of=StoreCase,
     ),
 )
@@ -89,15 +90,21 @@ def graph_plans(impl: type[LinearAttention], case: StoreCase) -> None:
     size, world = 4, world_of(case)
     backend = impl(world.pool)
     if not backend.supports_cuda_graph:
-        expect_raises("a plan for graphs", ValueError, backend.plan_for_graph, size)
+        expect_raises("a plan for graphs", ValueError, backend.plan_for_graph, world.padding(0, size))
         return
-    plan, checkpoints = backend.plan_for_graph(size), list(world.pool.checkpoints)
+    if case.verify and not backend.supports_drafts:
+        return
+    checkpoints = list(world.pool.checkpoints)
+    plans = {
+        step in case.verify: backend.plan_for_graph(world.padding(step, size)) for step in (0, *case.verify)
+    }
     orders = {i: StateStore(checkpoints[i], at) for i, stores in enumerate(case.stores) for at in stores}
     world.pool.stores |= {world.rows[i]: [order] for i, order in orders.items()}
     found: list[list[torch.Tensor]] = [[] for _ in world.sequences]
     for step, lens in enumerate(case.steps):
-        is_decode = max(lens) == 1
-        outputs = world.padded_step(backend, step, plan, size) if is_decode else world.step(backend, step)
+        plan = plans[step in case.verify]
+        has_plan = max(lens) == 1 or step in case.verify
+        outputs = world.padded_step(backend, step, plan, size) if has_plan else world.step(backend, step)
         for i, output in outputs.items():
             found[i].append(output)
     for i, tokens in enumerate(world.sequences):

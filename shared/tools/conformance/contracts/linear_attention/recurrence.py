@@ -21,6 +21,13 @@ def expect_recurrence(impl: type[LinearAttention], case: LinearCase) -> None:
     found: list[list[torch.Tensor]] = [[] for _ in world.sequences]
     for step in range(len(case.steps)):
         for i, output in world.step(backend, step).items():
+            if step in case.verify:
+                num_before = sum(len(each) for each in found[i])
+                state = recurrence(case, world.layer.conv_weight, world.sequences[i], num_before)[1]
+                row, limit = world.rows[i], tolerance("linear attention", case.dtype)
+                expect_close(
+                    f"state of request {i} in step {step}", world.pool.recurrent[LAYER, row], state, limit
+                )
             found[i].append(output)
     for i, tokens in enumerate(world.sequences):
         outputs, state = recurrence(case, world.layer.conv_weight, tokens)
@@ -127,3 +134,21 @@ def nothing_else_changes(impl: type[LinearAttention], case: LinearCase) -> None:
 )
 def strong_decay(impl: type[LinearAttention], case: LinearCase) -> None:
     expect_recurrence(impl, case)
+
+
+@contract(
+    "Drafts that the next step does not follow leave no trace: one of them is accepted, or all, or none; by "
+    "verify steps and by others, in any order of rows. During a verify step the state is that before its "
+    "tokens. An implementation without `supports_drafts` gets no such step.",
+    table(
+        "steps verify dtype",
+        ("some are accepted", ((5, 2, 9), (1, 4, 2), (3, 1, 0), (1, 1, 1)), (1, 2)),
+        ("a plain step between", ((3, 1), (2, 4), (1, 1), (4, 1), (1, 1)), (1, 3)),
+        ("many rounds", ((2,), (4,), (1,), (2,), (3,), (1,), (1,)), (1, 2, 3, 4)),
+        ("some are accepted, bfloat16", ((5, 2), (1, 4), (3, 1), (1, 1)), (1, 2), HALF),
+        of=LinearCase,
+    ),
+)
+def drafts(impl: type[LinearAttention], case: LinearCase) -> None:
+    if impl.supports_drafts:
+        expect_recurrence(impl, case)
