@@ -98,7 +98,7 @@ class StatePool:
     def bytes_per_row(
         num_layers: int, config: LinearAttentionConfig, dtype: torch.dtype, num_nodes: int = 0
     ) -> int:
-        """Of a state, and of the nodes that a row holds."""
+        """Memory of a state, and of `num_nodes` held nodes."""
         wide = torch.promote_types(dtype, torch.float32)
         inputs = (config.conv_kernel - 1 + num_nodes) * config.num_channels * dtype.itemsize
         state = config.num_v_heads * config.k_head_dim * config.v_head_dim * wide.itemsize
