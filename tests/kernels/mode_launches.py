@@ -77,7 +77,7 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
     num_requests, num_tokens = (8, 8 * num_nodes) if num_nodes else (9, 108)
     tables = [torch.empty(n, dtype=torch.int64) for n in (8, 1, num_tokens, 9 * num_requests, 2, 6)]
     accepted = torch.empty(num_requests, dtype=torch.int64)
-    steps = LinearSteps(num_requests, 8, 2, num_nodes, *tables, accepted)
+    steps = LinearSteps(num_requests, 8, 2, num_nodes, *tables, accepted=accepted)
     rows = LayerRows(
         torch.empty(num_rows, config.conv_kernel - 1, config.num_channels, dtype=dtype),
         torch.empty(num_rows, heads, k_dim, v_dim),

@@ -88,7 +88,7 @@ def make_steps(reqs: Sequence[Tokens], device: torch.device) -> LinearSteps:
     vectors = [single, long, request_of, requests, stores, chunks]
     tables = vectors_to_device([vector or [0] for vector in vectors], device)
     accepted = torch.zeros(len(reqs), dtype=torch.int64, device=device)
-    return LinearSteps(len(reqs), len(single), len(chunks) // 3, 0, *tables, accepted)
+    return LinearSteps(len(reqs), len(single), len(chunks) // 3, 0, *tables, accepted=accepted)
 
 
 PADDING = Tokens(0, 0, 1, ())

@@ -16,26 +16,26 @@ HALF = torch.bfloat16
 
 
 def expect_recurrence(impl: type[LinearAttention], case: LinearCase) -> None:
-    world = world_of(case)
-    backend = impl(world.pool)
+    world, limit = world_of(case), tolerance("linear attention", case.dtype)
+    backend, weight = impl(world.pool), world.layer.conv_weight
     found: list[list[torch.Tensor]] = [[] for _ in world.sequences]
+
+    def expect_state(i: int, expected: torch.Tensor) -> None:
+        row = world.pool.recurrent[LAYER, world.rows[i]]
+        expect_close(f"state of request {i}", row, expected, limit)
+
     for step in range(len(case.steps)):
         for i, output in world.step(backend, step).items():
             if step in case.verify:
-                num_before = sum(len(each) for each in found[i])
-                state = recurrence(case, world.layer.conv_weight, world.sequences[i], num_before)[1]
-                row, limit = world.rows[i], tolerance("linear attention", case.dtype)
-                expect_close(
-                    f"state of request {i} in step {step}", world.pool.recurrent[LAYER, row], state, limit
-                )
+                num_before = sum(map(len, found[i]))
+                expect_state(i, recurrence(case, weight, world.sequences[i], num_before)[1])
             found[i].append(output)
     for i, tokens in enumerate(world.sequences):
-        outputs, state = recurrence(case, world.layer.conv_weight, tokens)
+        outputs, state = recurrence(case, weight, tokens)
         output = torch.cat(found[i])
         expect_form(f"outputs of request {i}", output, outputs.to(output.device), case.dtype)
-        expect_close(f"outputs of request {i}", output, outputs, tolerance("linear attention", case.dtype))
-        row = world.pool.recurrent[LAYER, world.rows[i]]
-        expect_close(f"state of request {i}", row, state, tolerance("linear attention", case.dtype))
+        expect_close(f"outputs of request {i}", output, outputs, limit)
+        expect_state(i, state)
 
 
 @contract(
