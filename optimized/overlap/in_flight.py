@@ -26,8 +26,8 @@ from diptych.shared.sampling.logprobs import (
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.types import (
     ForwardBatch,
+    InputLogprobs,
     LogitsOutput,
-    LogprobsOutput,
     Req,
     SampleOutput,
     SamplingBatchInfo,
@@ -85,7 +85,7 @@ class BatchInFlight(InFlight):
     def place_of(self, req: Req) -> int | None:
         return None if req is self.chunked_req else super().place_of(req)
 
-    def distribute_input_logprobs(self, output: LogprobsOutput | None) -> None:
+    def distribute_input_logprobs(self, output: InputLogprobs | None) -> None:
         ids = self._input_logprob_ids
         extending = [req if req in self.rows else None for req in ids]
         counts = [len(wanted) for wanted in ids.values()]

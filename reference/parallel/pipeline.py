@@ -12,8 +12,8 @@ few and small, and any network carries them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.stop_conditions import held_nan
 from diptych.shared.types import (
     ForwardBatch,
+    InputLogprobs,
     LogprobsOutput,
     Req,
     SampleOutput,
@@ -47,9 +48,12 @@ from diptych.shared.types import (
     StepOutput,
 )
 
+_Any = TypeVar("_Any")
+
 MAX_RESULT_BYTES = 2**30
 """Of the tokens and log-probabilities of one batch."""
-NO_LOGPROBS = (None, None, None)
+NO_LOGPROBS = (None,) * len(LogprobsOutput._fields)
+NO_INPUT_LOGPROBS = (None,) * len(InputLogprobs._fields)
 
 
 class Stage:
@@ -93,14 +97,14 @@ class Stage:
         found = None
         if batch.input_logprob_rows is not None:
             found = input_logprobs_of(batch, x, self.model.compute_logits)
-        tensors = (output.next_token_ids, *(output.logprobs or NO_LOGPROBS), *(found or NO_LOGPROBS))
+        tensors = (output.next_token_ids, *(output.logprobs or NO_LOGPROBS), *(found or NO_INPUT_LOGPROBS))
         result = pack([None if x is None else x.cpu() for x in tensors])
         self._results.append(result)
         for rank in range(self.ranks.size - 1):
             self._send(torch.tensor([len(result)]), rank)
             self._send(torch.frombuffer(bytearray(result), dtype=torch.uint8), rank)
 
-    def finish(self) -> tuple[SampleOutput, LogprobsOutput | None]:
+    def finish(self) -> tuple[SampleOutput, InputLogprobs | None]:
         """Tokens and prompt log-probabilities of the oldest unfinished batch."""
         if self.is_last:
             result = self._results.popleft()
@@ -112,8 +116,9 @@ class Stage:
             result = self.ranks.receive(torch.empty(size, dtype=torch.uint8), last).numpy().tobytes()
         token_ids, *logprobs = unpack(result)
         assert token_ids is not None
-        own, found = _logprobs(*logprobs[:3]), _logprobs(*logprobs[3:])
-        return SampleOutput(token_ids, own), found
+        num_own = len(LogprobsOutput._fields)
+        own, found = logprobs[:num_own], logprobs[num_own:]
+        return SampleOutput(token_ids, _named(LogprobsOutput, own)), _named(InputLogprobs, found)
 
     def _receive(self, num_tokens: int) -> torch.Tensor:
         """Hidden states from the stage before."""
@@ -133,11 +138,8 @@ class Stage:
         return self.ranks.group.send([x], to, 0)
 
 
-def _logprobs(*parts: torch.Tensor | None) -> LogprobsOutput | None:
-    token_logprobs, top_logprobs, top_ids = parts
-    if token_logprobs is None or top_logprobs is None or top_ids is None:
-        return None
-    return LogprobsOutput(token_logprobs, top_logprobs, top_ids)
+def _named(kind: Callable[..., _Any], parts: Sequence[torch.Tensor | None]) -> _Any | None:
+    return None if parts[0] is None else kind(*parts)
 
 
 class Launched(NamedTuple):
@@ -255,7 +257,7 @@ class PipelineScheduler(Scheduler):
                 self._discard(req)
 
     def _collect_input_logprobs(
-        self, launched: Launched, reqs: Sequence[Req | None], found: LogprobsOutput | None
+        self, launched: Launched, reqs: Sequence[Req | None], found: InputLogprobs | None
     ) -> None:
         ids = launched.forward_batch.input_logprob_ids
         token_ids = [] if found is None or ids is None else ids.tolist()

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from diptych.shared.to_device import to_device
-from diptych.shared.types import FinishError, ForwardBatch, LogitsOutput, LogprobsOutput, Req, TokenLogprob
+from diptych.shared.types import (
+    FinishError,
+    ForwardBatch,
+    InputLogprobs,
+    LogitsOutput,
+    LogprobsOutput,
+    Req,
+    TokenLogprob,
+)
 
 LOGPROB_ROWS = 512
 """Prompt positions whose logits exist at once: those of a long prompt over a large vocabulary fill memory."""
@@ -44,6 +52,17 @@ def logprobs_of(
     return LogprobsOutput(token_logprobs[:, 0], top_logits - log_normaliser, top_ids)
 
 
+def ranked_logprobs_of(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, asked_ids: torch.Tensor | None = None
+) -> InputLogprobs:
+    """`logprobs_of`, and the rank of each token: one more than come before it in the order of the best."""
+    own = logits_at(logits, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    is_before = (logits > own) | ((logits == own) & (ids < token_ids[:, None]))
+    found = logprobs_of(logits, token_ids, num_top, asked_ids)
+    return InputLogprobs(*found, is_before.sum(dim=-1) + 1)
+
+
 def logits_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """logits [n, vocab_size], ids [n, m] -> [n, m]; NaN for an id outside the vocabulary."""
     is_token = (ids >= 0) & (ids < logits.shape[1])
@@ -72,7 +91,7 @@ def input_logprobs_of(
     hidden_states: torch.Tensor,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     num_at_once: int = LOGPROB_ROWS,
-) -> LogprobsOutput:
+) -> InputLogprobs:
     """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size].
     num_at_once: rows of logits that exist together."""
     rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
@@ -80,7 +99,7 @@ def input_logprobs_of(
     assert rows is not None
     assert ids is not None
     pieces = [
-        logprobs_of(
+        ranked_logprobs_of(
             compute_logits(hidden_states[rows[i : i + num_at_once]])[:, : forward_batch.num_token_ids],
             ids[i : i + num_at_once],
             forward_batch.num_top_input_logprobs,
@@ -88,18 +107,24 @@ def input_logprobs_of(
         )
         for i in range(0, rows.shape[0], num_at_once)
     ]
-    return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))
+    return InputLogprobs(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
-def to_token_logprobs(token_ids: Sequence[int], output: LogprobsOutput | None) -> list[TokenLogprob]:
+def to_token_logprobs(
+    token_ids: Sequence[int], output: LogprobsOutput | InputLogprobs | None
+) -> list[TokenLogprob]:
     """One TokenLogprob for each of the n rows, with as many alternatives as `output` has (none for None)."""
     if output is None:
         return []
     rows = zip(token_ids, output.token_logprobs.tolist())
     if output.top_ids.shape[1] == 0:
-        return [TokenLogprob(token_id, logprob) for token_id, logprob in rows]
-    tops = zip(output.top_ids.tolist(), output.top_logprobs.tolist())
-    return [TokenLogprob(*row, tuple(zip(*top))) for row, top in zip(rows, tops)]
+        found = [TokenLogprob(token_id, logprob) for token_id, logprob in rows]
+    else:
+        tops = zip(output.top_ids.tolist(), output.top_logprobs.tolist())
+        found = [TokenLogprob(*row, tuple(zip(*top))) for row, top in zip(rows, tops)]
+    if not isinstance(output, InputLogprobs):
+        return found
+    return [each._replace(rank=rank) for each, rank in zip(found, output.token_ranks.tolist())]
 
 
 def input_logprob_positions(req: Req) -> range:
@@ -124,7 +149,7 @@ def input_logprob_rows(extending: Sequence[Req], start_locs: Sequence[int]) -> t
 
 
 def collect_input_logprobs(
-    extending: Sequence[Req], forward_batch: ForwardBatch, output: LogprobsOutput | None
+    extending: Sequence[Req], forward_batch: ForwardBatch, output: InputLogprobs | None
 ) -> None:
     """Hand each request what the step found about its prompt."""
     ids = forward_batch.input_logprob_ids
@@ -137,7 +162,7 @@ def distribute_input_logprobs(
     extending: Sequence[Req | None],
     counts: Sequence[int],
     token_ids: Sequence[int],
-    output: LogprobsOutput | None,
+    output: InputLogprobs | None,
 ) -> None:
     """The first counts[0] of what was found are the first request's, and so on; None: it left meanwhile."""
     found = to_token_logprobs(token_ids, output)

@@ -21,6 +21,7 @@ from diptych.shared.types.finish import (
 from diptych.shared.types.lora import LoraAdapter, LoraWeights
 from diptych.shared.types.outputs import (
     GenerateOutput,
+    InputLogprobs,
     LogitsOutput,
     LogprobsOutput,
     SampleOutput,
@@ -52,6 +53,7 @@ __all__ = [
     "ForwardBatch",
     "ForwardMode",
     "GenerateOutput",
+    "InputLogprobs",
     "LogitsOutput",
     "LogprobsOutput",
     "LoraAdapter",

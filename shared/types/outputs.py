@@ -13,12 +13,13 @@ from diptych.shared.types.finish import FinishReason
 class TokenLogprob(NamedTuple):
     """The log-probability of one token, the most likely alternatives as (token id, logprob), best first, and
     those of SamplingParams.token_ids_logprob. `logprob` is None for the first prompt token: nothing precedes
-    it."""
+    it. `rank` is known for the other prompt tokens."""
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
     asked: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None  # its place among all tokens, from 1, in the order of `top`
 
 
 class LogprobsOutput(NamedTuple):
@@ -30,11 +31,20 @@ class LogprobsOutput(NamedTuple):
     top_ids: torch.Tensor  # [n, k] int64
 
 
+class InputLogprobs(NamedTuple):
+    """LogprobsOutput of n prompt tokens, and their ranks."""
+
+    token_logprobs: torch.Tensor
+    top_logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    token_ranks: torch.Tensor  # [n] int64, from 1: places in the order of all tokens, the best first
+
+
 class LogitsOutput(NamedTuple):
     """What the model runner returns for one ForwardBatch."""
 
     next_token_logits: torch.Tensor  # [bs, vocab_size] float32, of last tokens (TARGET_VERIFY: of all tokens)
-    input_logprobs: LogprobsOutput | None = None  # for ForwardBatch.input_logprob_rows
+    input_logprobs: InputLogprobs | None = None  # for ForwardBatch.input_logprob_rows
     hidden_states: torch.Tensor | None = None  # [num_tokens, ...], if a draft model reads them
 
 

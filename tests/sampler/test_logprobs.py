@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.shared.sampling.logprobs import logprobs_of, sort_descending, to_token_logprobs
+from diptych.shared.sampling.logprobs import (
+    logprobs_of,
+    ranked_logprobs_of,
+    sort_descending,
+    to_token_logprobs,
+)
 from diptych.shared.types import LogprobsOutput, TokenLogprob
 
 # float32 keeps 24 bits; a log-probability here is at most 30 in size and goes through a sum of 1,000 terms
@@ -34,6 +39,15 @@ def test_ties_are_listed_lowest_id_first() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5])
     output = logprobs_of(logits, torch.tensor([0, 0]), num_top=4)
     assert output.top_ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+
+
+def test_ranks_are_places_in_the_order_of_the_best() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, -math.inf]] * 5, dtype=torch.bfloat16)
+    output = ranked_logprobs_of(logits, torch.arange(5), num_top=5)
+    assert output.token_ranks.tolist() == [3, 1, 2, 4, 5]
+    for found in to_token_logprobs(range(5), output):
+        assert found.rank is not None
+        assert found.top[found.rank - 1] == (found.token_id, found.logprob)
 
 
 def test_no_alternative_one_and_more_than_there_are() -> None:

@@ -214,12 +214,14 @@ def test_log_probabilities_of_the_prompt(server: RunningServer, llm: LLM, ids: l
     plain = llm.generate(
         ids, max_tokens=0, return_logprob=True, logprob_start_len=0, top_logprobs_num=3, progress=False
     )
+    assert any(expected.rank is not None and expected.rank > 3 for expected in plain.input_logprobs)
     choice = good(server, COMPLETIONS, {"prompt": ids, "max_tokens": 2, "prompt_logprobs": 2})["choices"][0]
     found = choice["prompt_logprobs"]
     assert found[0] is None
     assert choice["logprobs"] is None
     for entry, expected in zip(found[1:], plain.input_logprobs[1:]):
         assert entry[str(expected.token_id)]["logprob"] == pytest.approx(expected.logprob, abs=1e-3)
+        assert entry[str(expected.token_id)]["rank"] == expected.rank
         best, _ = expected.top[0]
         assert entry[str(best)]["rank"] == 1
         assert 2 <= len(entry) <= 3

@@ -72,8 +72,8 @@ def alternatives(found: TokenLogprob, num_top: int) -> tuple[tuple[int, float], 
 def prompt_entries(
     texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: each prompt token and the likeliest in its place, by id. Ranks count from 1,
-    and are null where they are not known. Nothing precedes the first token."""
+    """vLLM's `prompt_logprobs`: each prompt token and the likeliest in its place, by id. Ranks count from 1.
+    Nothing precedes the first token."""
 
     def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text_of(token_id)}
@@ -83,9 +83,10 @@ def prompt_entries(
         if each.logprob is None:
             found.append(None)
             continue
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, 1)}
-        shown = [(each.token_id, each.logprob), *each.top[:num_top]]
-        found.append({str(i): entry(i, logprob, ranks.get(i)) for i, logprob in shown})
+        shown = {each.token_id: entry(each.token_id, each.logprob, each.rank)}
+        for rank, (token_id, logprob) in enumerate(each.top[:num_top], 1):
+            shown[token_id] = entry(token_id, logprob, rank)
+        found.append({str(token_id): fields for token_id, fields in shown.items()})
     return found
 
 

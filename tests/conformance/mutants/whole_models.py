@@ -337,3 +337,5 @@ runner_bug = bugs_in("model_runner", "reference.model_runner:ModelRunner", folde
 runner_bug("CountsTheStepInSeqLens", "A step adds its token to seq_lens.",
            ("model_runner", "        input_logprobs = None\n",
             "        forward_batch.seq_lens.add_(1)\n        input_logprobs = None\n"))
+runner_bug("RanksFromTheWorst", "Ranks count from the least likely token.",
+           ("shared.sampling.logprobs", "is_before = (logits > own)", "is_before = (logits < own)"))

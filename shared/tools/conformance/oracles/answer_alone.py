@@ -9,7 +9,7 @@ import torch
 
 from diptych.shared.grammar.matcher import BaseGrammar
 from diptych.shared.interfaces import Sampler
-from diptych.shared.sampling.logprobs import asked_ids_of, cut_top, logprobs_of, to_token_logprobs
+from diptych.shared.sampling.logprobs import asked_ids_of, cut_top, ranked_logprobs_of, to_token_logprobs
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.stop_conditions import check_finished
 from diptych.shared.types import FinishLength, Req, TokenLogprob
@@ -55,7 +55,7 @@ def _input_logprob(req: Req, position: int, logits_of: LogitsOf) -> TokenLogprob
         return TokenLogprob(token_id, None)
     logits = logits_of(req.origin_input_ids[:position])[None]
     num_top, asked = req.sampling_params.top_logprobs_num, asked_ids_of([req], "cpu")
-    output = logprobs_of(logits, torch.tensor([token_id]), num_top, asked)
+    output = ranked_logprobs_of(logits, torch.tensor([token_id]), num_top, asked)
     return cut_top(to_token_logprobs([token_id], output)[0], req)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from diptych.shared.interfaces import ReqToTokenPool, Sampler
 from diptych.shared.interfaces import model_runner as interface
-from diptych.shared.sampling.logprobs import logprobs_of
+from diptych.shared.sampling.logprobs import ranked_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 POISON = -1
@@ -156,7 +156,9 @@ class LedgerModelRunner(interface.ModelRunner):
             return output
         assert fb.input_logprob_ids is not None
         logits = logits_at(fb.input_logprob_rows.tolist())
-        found = logprobs_of(logits, fb.input_logprob_ids, fb.num_top_input_logprobs, fb.input_asked_ids)
+        found = ranked_logprobs_of(
+            logits, fb.input_logprob_ids, fb.num_top_input_logprobs, fb.input_asked_ids
+        )
         return output._replace(input_logprobs=found)
 
     def forward_and_sample(

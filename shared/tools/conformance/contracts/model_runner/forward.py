@@ -24,7 +24,7 @@ from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.contracts.models.logits import make_model
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
-from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput
+from diptych.shared.types import ForwardBatch, ForwardMode, InputLogprobs, LogitsOutput
 
 CONFIG = "llama-llama3"
 LOGITS = tolerance("logits", torch.float32)
@@ -152,6 +152,40 @@ class PromptLogprobs(Case):
     ),
 )
 def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
+    found, asked, logprobs = prompt_logprobs(impl, case)
+    token_logprobs, columns = found.token_logprobs, (found.top_logprobs, found.top_ids)
+    expect_close("token_logprobs", token_logprobs, logprobs.gather(1, asked[:, 1:])[:, 0], LOGITS)
+    (top_logprobs, asked_logprobs), (top_ids, asked_ids) = (
+        [x[:, : case.num_top], x[:, case.num_top :]] for x in columns
+    )
+    expect_equal("named tokens", asked_ids.cpu(), asked)
+    expect_close("log-probability of named tokens", asked_logprobs, logprobs.gather(1, asked), LOGITS)
+    best = logprobs.sort(dim=-1, descending=True).values[:, : case.num_top]
+    expect_form("top_logprobs", top_logprobs, like=best.to(top_logprobs))
+    expect_close("top_logprobs", top_logprobs, best, LOGITS)
+    # Sorted by value, as rounding decides the order of two nearly equal ones.
+    expect_equal("type of top_ids", top_ids.dtype, torch.int64)
+    expect_close("log-probability of top_ids", logprobs.gather(1, top_ids.cpu()), best, LOGITS)
+    num_distinct = [len(set(row)) for row in top_ids.tolist()]
+    expect_equal("distinct top_ids", num_distinct, [case.num_top] * len(asked))
+
+
+@contract(
+    "The rank of a prompt token is its place, from 1, among the ids that have a token, the likeliest first.",
+    (PromptLogprobs("a head with padding rows", lens=(40, 9), start=0, num_top=3, num_token_ids=100),),
+)
+def input_ranks(impl: type[ModelRunner], case: PromptLogprobs) -> None:
+    found, asked, logprobs = prompt_logprobs(impl, case)
+    in_order = logprobs.sort(dim=-1, descending=True).values
+    of_places = in_order.gather(1, found.token_ranks.cpu()[:, None] - 1)
+    expect_close("log-probability in that place", of_places, logprobs.gather(1, asked[:, 1:]), LOGITS)
+
+
+def prompt_logprobs(
+    impl: type[ModelRunner], case: PromptLogprobs
+) -> tuple[InputLogprobs, torch.Tensor, torch.Tensor]:
+    """What the runner found; the named ids [n, 2] of each row, the prompt's own last; float64 log softmax
+    [n, num_token_ids]."""
     inputs = Inputs(case.seed)
     new_ids = {i: inputs.integers(case.num_token_ids, n).tolist() for i, n in enumerate(case.lens)}
     rows, ids, start = list[int](), list[int](), 0
@@ -178,21 +212,7 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
 
     logprobs = logits[rows, : case.num_token_ids].log_softmax(dim=-1)
     assert found.input_logprobs is not None
-    token_logprobs, *columns = found.input_logprobs
-    expect_close("token_logprobs", token_logprobs, logprobs[range(len(ids)), ids], LOGITS)
-    (top_logprobs, asked_logprobs), (top_ids, asked_ids) = (
-        [x[:, : case.num_top], x[:, case.num_top :]] for x in columns
-    )
-    expect_equal("named tokens", asked_ids.cpu(), asked)
-    expect_close("log-probability of named tokens", asked_logprobs, logprobs.gather(1, asked), LOGITS)
-    best = logprobs.sort(dim=-1, descending=True).values[:, : case.num_top]
-    expect_form("top_logprobs", top_logprobs, like=best.to(top_logprobs))
-    expect_close("top_logprobs", top_logprobs, best, LOGITS)
-    # Sorted by value, as rounding decides the order of two nearly equal ones.
-    expect_equal("type of top_ids", top_ids.dtype, torch.int64)
-    expect_close("log-probability of top_ids", logprobs.gather(1, top_ids.cpu()), best, LOGITS)
-    num_distinct = [len(set(row)) for row in top_ids.tolist()]
-    expect_equal("distinct top_ids", num_distinct, [case.num_top] * len(rows))
+    return found.input_logprobs, asked, logprobs
 
 
 class Trees(Case):
