@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.blocks import BlockDialect
-from diptych.shared.dialects.parts.gemma_arguments import END, QUOTE, gemma_object, read_object, written
+from diptych.shared.dialects.parts.gemma_arguments import END, QUOTE, gemma_object, read_container, written
 from diptych.shared.interfaces.dialect import Call, NotACall, Reasoning, Steps, Stream
 
 START = "<|tool_call>"
@@ -32,7 +32,7 @@ class Gemma4(BlockDialect):
         if not name:
             raise NotACall
         stream.call(name)
-        yield from read_object(stream)
+        yield from read_container(stream, "{")
 
     def tag(self, name: str, schema: Any) -> dict[str, Any]:
         begin = f"{START}call:{name}"

@@ -86,6 +86,10 @@ class Stream(ABC):
         read in the same way without it."""
         return None
 
+    def as_read(self, marker: str) -> str:
+        """What stands for a marker in the text that such a pattern sees."""
+        return marker
+
     @abstractmethod
     def json(self, emit: Callable[[str], None]) -> Steps[bool]:
         """Read a JSON value up to its balanced end. False: it ends before, at a special token or with the

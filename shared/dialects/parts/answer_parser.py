@@ -79,7 +79,7 @@ class Stream(interface.Stream):
     # ---- reading ----
 
     def until(self, *markers: str, emit: Emit | None = None) -> Steps[str]:
-        markers_of, pattern, starts, longest = _compiled(tuple(map(self._as_read, markers)), markers)
+        markers_of, pattern, starts, longest = _compiled(tuple(map(self.as_read, markers)), markers)
         most = MAX_SKIPPED_CHARS if emit is None and self._raw is not None else None
         while True:
             found = pattern.search(self._text, self._at) if markers else None
@@ -102,7 +102,7 @@ class Stream(interface.Stream):
                 return ""
 
     def accept(self, text: str) -> Steps[bool]:
-        text = self._as_read(text)
+        text = self.as_read(text)
         while (have := self._text[self._at : self._at + len(text)]) != text:
             if not text.startswith(have) or not (yield from self._more()):
                 return False
@@ -125,6 +125,15 @@ class Stream(interface.Stream):
         if match is not None:
             self._take(match.end())
         return match
+
+    def as_read(self, text: str) -> str:
+        """The text with characters in place of special markers."""
+        if text not in self._spellings:
+            read = text
+            for marker, character in self._controls.items():
+                read = read.replace(marker, character)
+            self._spellings[text] = read
+        return self._spellings[text]
 
     def json(self, emit: Emit) -> Steps[bool]:
         first = yield from self.peek()
@@ -275,15 +284,6 @@ class Stream(interface.Stream):
                 if character in starts and any(marker.startswith(tail[i:]) for marker in markers):
                     return len(tail) - i
         return 0
-
-    def _as_read(self, text: str) -> str:
-        """The text with characters in place of special markers."""
-        if text not in self._spellings:
-            read = text
-            for marker, character in self._controls.items():
-                read = read.replace(marker, character)
-            self._spellings[text] = read
-        return self._spellings[text]
 
     def _give(self, key: tuple[Any, ...], text: str) -> None:
         if not text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps, json_object
@@ -25,14 +26,14 @@ from diptych.shared.dialects.parts.xml_arguments import (
 )
 from diptych.shared.grammar.schema_read import ANNOTATIONS
 from diptych.shared.interfaces.dialect import NotACall, Steps, Stream
+from diptych.shared.text.control_text import CONTROLS
 
 END, QUOTE = "<tool_call|>", '<|"|>'
 MAX_DEPTH = 64
-_GAP, _WORD = r"\s{0,64}", r"[\w.+-]{1,64}"
+_CLOSING = {"{": "}", "[": "]"}
+_GAP, _WORD, _KEY = r"\s{0,64}", r"[\w.+-]{1,64}", rf'\w{{1,64}}|"[^"\\\x00-\x1f{CONTROLS}]{{0,64}}"'
+_JSON_TEXT = rf'"[^"\\{CONTROLS}]*(?:\\[^{CONTROLS}][^"\\{CONTROLS}]*)*"'
 _ROW = rf"\[{_GAP}(?:{_WORD}{_GAP}(?:,{_GAP}{_WORD}{_GAP})*)?\]"
-_VALUE = rf"{_GAP}({_WORD}|{_ROW}){_GAP}(?:,|(?=[\]}}]))"
-_ITEM, _PAIR = re.compile(_VALUE), re.compile(rf"{_GAP}(\w{{1,64}}){_GAP}:{_VALUE}")
-"""What most lists and objects consist of: these are read as others are, only faster."""
 _QUOTED = Tags(lambda name, is_text: QUOTE, QUOTE, QUOTE)
 
 
@@ -86,8 +87,60 @@ def _either(*branches: Format) -> Format:
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
 
 
+def read_container(stream: Stream, opening: str, depth: int = 0) -> Steps[str]:
+    """An object or a list behind its bracket, given out as JSON. Returns what it took beyond: a comma, the
+    end marker, or nothing."""
+    closing, quote, before, found = _CLOSING[opening], stream.as_read(QUOTE), opening, ""
+    item, end = _patterns(quote, closing)
+    while found not in (closing, END):
+        if depth < MAX_DEPTH and (match := stream.at_once(item)):
+            key, value, inner = match.groups()
+            if key:
+                before += f"{key}: " if key[0] == '"' else f'"{key}": '
+            stream.arguments(before + _simple(value, quote) if value else before)
+            before = ", "
+            if inner:
+                found = yield from read_container(stream, inner, depth + 1)
+                found = found or (yield from stream.until(",", closing, END)) or END
+            continue
+        if depth and (match := stream.at_once(end)):
+            stream.arguments(closing if before == ", " else opening + closing)
+            return match[1]
+        yield from stream.space()
+        if (yield from stream.accept(closing)):
+            break
+        key_text = (yield from _read_key(stream)) if opening == "{" else ""
+        if key_text is None:
+            return END
+        stream.arguments(f"{before}{dumps(key_text)}: " if opening == "{" else before)
+        before = ", "
+        found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", closing, END)) or END
+    if found == END:
+        return END
+    stream.arguments(closing if before == ", " else opening + closing)
+    return ""
+
+
+def _read_key(stream: Stream) -> Steps[str | None]:
+    """A key, and the colon behind it. None: the answer ends within."""
+    if (yield from stream.accept(QUOTE)):
+        key = yield from stream.head(QUOTE)
+    elif (yield from stream.peek()) == '"':  # JSON
+        parts: list[str] = []
+        if not (yield from stream.json(parts.append)):
+            return None
+        try:
+            key = str(json.loads("".join(parts), strict=False))
+        except ValueError:
+            key = "".join(parts).strip('"')
+    else:
+        return (yield from stream.head(":"))
+    yield from stream.until(":")
+    return key
+
+
 def _read_value(stream: Stream, depth: int) -> Steps[str]:
-    """A value, given out as JSON. Returns the character behind it that it took, or ""."""
+    """A value, given out as JSON. Returns what it took beyond: a character, the end marker, or nothing."""
     yield from stream.space()
     if depth > MAX_DEPTH:
         raise NotACall
@@ -96,9 +149,9 @@ def _read_value(stream: Stream, depth: int) -> Steps[str]:
     elif (yield from stream.peek()) == '"':  # JSON
         yield from stream.json(stream.arguments)
     elif (yield from stream.accept("{")):
-        yield from read_object(stream, depth + 1)
+        return (yield from read_container(stream, "{", depth + 1))
     elif (yield from stream.accept("[")):
-        yield from _list(stream, depth + 1)
+        return (yield from read_container(stream, "[", depth + 1))
     else:
         parts: list[str] = []
         found = yield from stream.until(",", "}", "]", END, emit=parts.append)
@@ -108,64 +161,30 @@ def _read_value(stream: Stream, depth: int) -> Steps[str]:
     return ""
 
 
-def read_object(stream: Stream, depth: int = 0) -> Steps[None]:
-    """An object behind its brace, given out as JSON."""
-    before, found = "{", ""
-    while found not in ("}", END):
-        while depth < MAX_DEPTH and (pair := stream.at_once(_PAIR)):
-            stream.arguments(f"{before}{dumps(pair[1])}: {_simple(pair[2])}")
-            before = ", "
-        yield from stream.space()
-        if (yield from stream.accept("}")):
-            break
-        if (yield from stream.accept(QUOTE)):
-            key = yield from stream.head(QUOTE)
-            yield from stream.until(":")
-        elif (yield from stream.peek()) == '"':  # JSON
-            parts: list[str] = []
-            if not (yield from stream.json(parts.append)):
-                return
-            key = _key("".join(parts))
-            yield from stream.until(":")
-        else:
-            key = yield from stream.head(":")
-        stream.arguments(f"{before}{dumps(key)}: ")
-        before = ", "
-        found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", "}", END)) or END
-    if found != END:
-        stream.arguments("}" if before == ", " else "{}")
+@lru_cache(8)
+def _patterns(quote: str, closing: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What most containers consist of is read as the rest is, only faster: an item up to its comma or to the
+    bracket behind it, or up to the bracket with which it begins; and the closing bracket. quote: as it stands
+    in the text."""
+    text = rf"{re.escape(quote)}[^{quote[0]}{CONTROLS}]{{0,256}}{re.escape(quote)}|{_JSON_TEXT}"
+    key = rf"({_KEY}){_GAP}:{_GAP}" if closing == "}" else "()"
+    end = rf"{_GAP}(?:,|(?=\{closing}))"
+    return (
+        re.compile(rf"{_GAP}{key}(?:({text}|{_WORD}|{_ROW}){end}|([{{\[]))"),
+        re.compile(rf"{_GAP}\{closing}{_GAP}(,?)"),
+    )
 
 
-def _simple(text: str) -> str:
-    """A word, or a list of words, as JSON."""
-    if text[0] != "[":
-        return as_json(text, frozenset())
-    words = text[1:-1].split(",") if text[1:-1].strip() else ()
-    return f"[{', '.join(as_json(word.strip(), frozenset()) for word in words)}]"
-
-
-def _key(text: str) -> str:
-    try:
-        return str(json.loads(text, strict=False))
-    except ValueError:
-        return text.strip('"')
-
-
-def _list(stream: Stream, depth: int) -> Steps[None]:
-    """Behind its bracket."""
-    before, found = "[", ""
-    while found not in ("]", END):
-        while depth < MAX_DEPTH and (item := stream.at_once(_ITEM)):
-            stream.arguments(before + _simple(item[1]))
-            before = ", "
-        yield from stream.space()
-        if (yield from stream.accept("]")):
-            break
-        stream.arguments(before)
-        before = ", "
-        found = (yield from _read_value(stream, depth)) or (yield from stream.until(",", "]", END)) or END
-    if found != END:
-        stream.arguments("]" if before == ", " else "[]")
+def _simple(text: str, quote: str) -> str:
+    """A text, a word, or a list of words, as JSON."""
+    if text[0] == quote[0]:
+        return dumps(text[len(quote) : -len(quote)])
+    if text[0] == '"':
+        return text
+    if text[0] == "[":
+        words = text[1:-1].split(",") if text[1:-1].strip() else ()
+        return f"[{', '.join(as_json(word.strip(), frozenset()) for word in words)}]"
+    return as_json(text, frozenset())
 
 
 def written(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from diptych.shared.dialects.parts.json_calls import dumps
@@ -22,19 +21,20 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"\+?(-?)([0-9_]*)(\.?)([0-9_]*)([eE][+-]?[0-9]+)?")
-_CLOSING = {"[": "]", "(": ")"}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
 
-# What most lists and dictionaries consist of, up to its comma or to the bracket behind it: items are read one
-# by one as the rest of the literals is, only faster.
-_GAP, _END = r"\s{0,64}", r"(?:,|(?=[\])}]))"
-_PLAIN = rf"""[^'"\\\x00-\x1f{CONTROLS}]"""
-_TEXT = rf"""(?:"({_PLAIN}{{0,256}})"|'({_PLAIN}{{0,256}})')"""
-_LITERAL = r"[\w.+-]{1,64}"
-_ROW = rf"\[{_GAP}(?:{_LITERAL}{_GAP}(?:,{_GAP}{_LITERAL}{_GAP})*)?\]"
-_SIMPLE = rf"(?:{_TEXT}|({_LITERAL})|({_ROW}))"
-_ITEM = re.compile(rf"{_GAP}{_SIMPLE}{_GAP}{_END}")
-_PAIR = re.compile(rf"{_GAP}{_TEXT}{_GAP}:{_GAP}{_SIMPLE}{_GAP}{_END}")
-_SAME_IN_JSON = re.compile(rf"""(?:{_PLAIN}+|\\[ntrbf\\"])+""")
+# What most containers consist of is read as the rest of the literals is, only faster: an item up to its comma
+# or to the bracket behind it, or up to the bracket with which it begins; and the closing bracket.
+_GAP, _PLAIN, _WORD = r"\s{0,64}", rf"\\\x00-\x1f{CONTROLS}", r"[\w.+-]{1,64}"
+_DOUBLE = rf'"[^"{_PLAIN}]*(?:\\[ntrbf\\"][^"{_PLAIN}]*)*"'
+_SINGLE = rf"""'[^'"{_PLAIN}]*(?:\\[ntrbf\\"][^'"{_PLAIN}]*)*'"""
+"""Texts that are the same in JSON, but for the quotes."""
+_ROW = rf"\[{_GAP}(?:{_WORD}{_GAP}(?:,{_GAP}{_WORD}{_GAP})*)?\]"
+_VALUE = rf"(?:({_DOUBLE}|{_SINGLE}|{_WORD}|{_ROW}){_GAP}(?:,|(?=[\])}}]))|([\[({{]))"
+_ITEM = re.compile(rf"{_GAP}(){_VALUE}")
+_PAIR = re.compile(rf"{_GAP}({_DOUBLE}|{_SINGLE}){_GAP}:{_GAP}{_VALUE}")
+_ENDS = {closing: re.compile(rf"{_GAP}\{closing}{_GAP}(,?)") for closing in _CLOSING.values()}
+_SAME_IN_JSON = re.compile(rf"""(?:[^'"{_PLAIN}]+|\\[ntrbf\\"])+""")
 """Inside a string."""
 
 
@@ -57,39 +57,58 @@ def read_python_call(stream: Stream, is_bare: bool) -> Steps[None]:
             raise NotACall
         writer.key(key)
         yield from _value(stream, 0)
-        yield from stream.space()
-        yield from stream.accept(",")
 
 
 def _value(stream: Stream, depth: int) -> Steps[None]:
-    """A literal."""
+    """A literal, and the comma behind it."""
     yield from stream.space()
     first = yield from stream.peek()
     if depth > MAX_DEPTH or not first:
         raise NotACall
+    if first in _CLOSING:
+        yield from stream.accept(first)
+        yield from _container(stream, first, depth)
+        return
     if first in "'\"":
         yield from _string(stream, first)
-    elif first in "[({":
-        yield from _container(stream, first, depth)
     else:
         word = yield from stream.word()
         if not (yield from stream.peek()):  # it may be cut
             raise NotACall
         stream.arguments(_scalar(word))
+    yield from _comma(stream)
+
+
+def _comma(stream: Stream) -> Steps[None]:
+    yield from stream.space()
+    yield from stream.accept(",")
 
 
 def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
-    is_dict, closing = opening == "{", _CLOSING.get(opening, "}")
-    yield from stream.accept(opening)
+    """A list or a dictionary behind its bracket, and the comma behind it."""
+    is_dict, closing = opening == "{", _CLOSING[opening]
+    item, end = _PAIR if is_dict else _ITEM, _ENDS[closing]
     stream.arguments("{" if is_dict else "[")
     before = ""
     while True:
-        while depth + 1 < MAX_DEPTH and (item := stream.at_once(_PAIR if is_dict else _ITEM)):
-            stream.arguments(before + _written(item.groups(), is_dict))
+        if depth + 1 < MAX_DEPTH and (match := stream.at_once(item)):
+            key, value, inner = match.groups()
+            if key:
+                before += f"{_simple(key)}: "
+            stream.arguments(before + _simple(value) if value else before)
             before = ", "
+            if inner:
+                yield from _container(stream, inner, depth + 1)
+            continue
+        if match := stream.at_once(end):
+            stream.arguments("}" if is_dict else "]")
+            if not match[1]:
+                yield from _comma(stream)
+            return
         yield from stream.space()
         if (yield from stream.accept(closing)):
             stream.arguments("}" if is_dict else "]")
+            yield from _comma(stream)
             return
         if not (yield from stream.peek()):
             raise NotACall
@@ -105,19 +124,16 @@ def _container(stream: Stream, opening: str, depth: int) -> Steps[None]:
                 raise NotACall
             stream.arguments(": ")
         yield from _value(stream, depth + 1)
-        yield from stream.space()
-        yield from stream.accept(",")
 
 
-def _written(groups: Sequence[str | None], is_dict: bool) -> str:
-    """The groups of an item or a pair as JSON."""
-    *key, double, single, word, row = groups
-    if row:
-        words = row[1:-1].split(",") if row[1:-1].strip() else ()
-        value = f"[{', '.join(_scalar(each.strip()) for each in words)}]"
-    else:
-        value = _scalar(word) if word else f'"{double or single or ""}"'
-    return f'"{key[0] or key[1] or ""}": {value}' if is_dict else value
+def _simple(text: str) -> str:
+    """A text, a word, or a list of words, as JSON."""
+    if text[0] in "'\"":
+        return f'"{text[1:-1]}"'
+    if text[0] == "[":
+        words = text[1:-1].split(",") if text[1:-1].strip() else ()
+        return f"[{', '.join(_scalar(word.strip()) for word in words)}]"
+    return _scalar(text)
 
 
 def _string(stream: Stream, quote: str) -> Steps[None]:

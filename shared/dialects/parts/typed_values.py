@@ -126,6 +126,8 @@ def as_json(text: str, types: frozenset[str]) -> str:
     """A value of the first type that the text can be, in the order null, integer, number, boolean, object,
     array; else the text as a JSON string."""
     plain = text.strip()
+    if (not types or "integer" in types) and _INTEGER.fullmatch(plain):  # as below, for long lists
+        return plain
     for kind, convert in _CONVERSIONS.items():
         if (not types or kind in types) and (found := convert(plain)) is not None:
             return found

@@ -49,5 +49,5 @@ class ReadsSpelledMarkers(Hermes):
     """A special marker that is spelled out in text counts, and its token does not."""
 
     def read(self, stream: Any, state: ReasoningState) -> Steps[None]:
-        stream._as_read = lambda text: text
+        stream.as_read = lambda text: text
         return super().read(stream, state)
