@@ -47,10 +47,10 @@ class FlexPlan:
     branches: torch.Tensor | None  # int64, the same shape: of trees, positions of keys along the branch
     block_masks: dict[tuple[int, int], BlockMask]  # by the layer's window and chunk
 
-    # --8<-- [start:flex-mask]
     def block_mask(self, window: int, chunk: int) -> BlockMask:
         """The mask of a layer with this window (-1: none) and this chunk (0: none)."""
         if (window, chunk) not in self.block_masks:
+            # --8<-- [start:flex-mask]
             # As tensors: torch compiles one kernel for all windows and chunks.
             last, chunks = (self.slots.new_full((), n) for n in (_or_far(window, -1), _or_far(chunk, 0)))
 
@@ -66,9 +66,8 @@ class FlexPlan:
             self.block_masks[window, chunk] = create_block_mask(
                 sees, bs, None, self.max_queries, max_keys, device=device
             )
+            # --8<-- [end:flex-mask]
         return self.block_masks[window, chunk]
-
-    # --8<-- [end:flex-mask]
 
     def _positions(self, b: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the query and the key: in a tree, along the query's branch."""

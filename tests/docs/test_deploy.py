@@ -32,9 +32,3 @@ def test_options_exist(file: Path) -> None:
             command = command.commands[words.pop(0)]
         known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
         assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, words
-
-
-def test_the_commands_are_found() -> None:
-    found = {file.name: len(commands(file.read_text("utf-8"))) for file in FILES}
-    assert found["Dockerfile"] == found["diptych.service"] == 1
-    assert found["deploy.md"] == 3

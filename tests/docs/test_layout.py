@@ -118,20 +118,3 @@ def test_search_finds_the_concept_before_its_measurements(
         lambda _: driver.find_elements("css selector", ".md-search-result__link")
     )[0]
     assert first.get_attribute("href").startswith(f"{site[0]}/{page}/")
-
-
-def test_the_check_can_fail(driver: Any) -> None:
-    set_screen(driver, 390)
-    driver.get(
-        "data:text/html,<meta name=viewport content='width=device-width'><body style='margin:0'>"
-        "<div class='md-content'><p style='width:500px'>wide</p>"
-        "<p style='font-size:10px'>small</p><p style='color:silver'>faint</p><h3>deep</h3></div>"
-    )
-    found = driver.execute_script(LAYOUT)
-    assert {sentence.partition(":")[0].split(" ")[0] for sentence in found} == {
-        "beyond",
-        "10.0",
-        "contrast",
-        "skips",
-        "scrolls",
-    }

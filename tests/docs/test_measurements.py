@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from docs.figures.tables import cells_of
-from docs.generators import hook, measured
-from docs.generators.recordings import DATA, RECORDINGS
+from docs.generators import hook, measured, record_measurements
+from docs.generators.recordings import DATA, RECORDINGS, Recording
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements"
@@ -21,6 +21,8 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in OTHERS)
 TYPED = re.compile(r"^\|.*\|\s*\**\d[\d,.]*( %)?\**( \(.*\))?\s*\|", re.MULTILINE)
 CELL = re.compile(r"(?<=\|) *\**(\d[\d,]*(?:\.\d+)?)\**(?: %)? *(?=\|)")
 RECORDED = "*Recorded by hand"
+WRITE = 'import sys; open(sys.argv[1], "w")'
+COMMANDS = {"good": WRITE, "there": "1 / 0", "wrong": "raise SystemExit(3)"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -51,11 +53,6 @@ def test_tables_of_numbers_have_a_source(page: Path) -> None:
         elif block.startswith(RECORDED) and unsourced:
             unsourced.pop()
     assert unsourced == []
-
-
-def test_a_typed_table_is_found() -> None:
-    assert TYPED.search("| model | ms |\n|---|--:|\n| Qwen3-8B | **3.80** |")
-    assert not TYPED.search("| Page | Optimization |\n|---|---|\n| [MoE](moe.md) | 2 GEMMs |")
 
 
 @pytest.mark.parametrize("name", measured.TABLES)
@@ -116,6 +113,17 @@ def test_every_result_file_has_its_command() -> None:
     timelines = {"overlap", "long-prompt"}  # docs/figures/record_timelines.py
     results = {path.stem for path in DATA.glob("*.json") if not path.stem.startswith("gpu-tests-")}
     assert results <= set(RECORDINGS) | timelines  # docs/works.md says how runs of tests are recorded
+    assert {each.num_gpus for each in RECORDINGS.values() if "--tp 2" in each.command} == {2}
+
+
+def test_one_command_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {name: Recording(f"python -c '{code}'", num_gpus=0) for name, code in COMMANDS.items()}
+    commands["later"] = commands["good"]._replace(seconds=10**6)
+    monkeypatch.setattr(record_measurements, "RECORDINGS", commands)
+    (tmp_path / "there.json").write_text("{}")
+    with pytest.raises(SystemExit, match="not recorded: wrong, later"):
+        record_measurements.main([str(tmp_path), "--seconds", "1000"])
+    assert {path.stem for path in tmp_path.iterdir()} == {"good", "there"}
 
 
 def test_the_lab_notes_are_named_in_one_place() -> None:

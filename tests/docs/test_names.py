@@ -93,16 +93,6 @@ def test_methods_of_known_classes_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_the_check_can_fail() -> None:
-    assert resolve("diptych.shared.types.SamplingParams.top_k") is not None
-    with pytest.raises(AttributeError):
-        resolve("diptych.shared.types.NoSuchClass")
-    with pytest.raises(ImportError):
-        resolve("no_such_package.module")
-    assert _PATH.fullmatch("shared/no_such_file.py")
-    assert not list(ROOT.glob("shared/no_such_file.py"))
-
-
 def test_map_names_every_file_of_the_panels_and_every_entry_of_shared() -> None:
     named = {name.rstrip("/") for name in names_in(ROOT / "docs" / "map.md")}
     entries = [

@@ -60,11 +60,6 @@ def shown(driver: Any) -> list[str]:
     return [step.text.partition(".")[0] for step in visible(driver, ".step")]
 
 
-def test_there_are_sliders() -> None:
-    assert len(SLIDERS) >= 4
-    assert "radix-tree" in SLIDERS
-
-
 @each_width
 @each_scheme
 @each_slider

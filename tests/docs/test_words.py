@@ -160,18 +160,3 @@ def test_identifiers_have_the_words_of_the_field() -> None:
             where = f"{path.relative_to(ROOT).as_posix()}: {name}"
             found |= {f"{where}, use: {instead[word]}" for word in words_of(name) & instead.keys()}
     assert sorted(found) == []
-
-
-def test_words_of_identifiers() -> None:
-    assert words_of("is_lent") == {"is", "lent"}
-    assert words_of("RowsOfNobody") == {"rows", "of", "nobody"}
-    assert words_of("MAX_NEWS2") == {"max", "news"}
-
-
-def test_each_word_has_a_replacement_and_is_found() -> None:
-    assert all({**BANNED, **IN_KERNELS, **IN_PAGES}.values())
-    assert found_in("a slot that nobody owns")
-    assert found_in("a program per row of the product", is_kernel=True)
-    assert found_in("a query that sees no key", is_page=True)
-    assert not found_in("a client sees an error; see the query", is_page=True)
-    assert not found_in("silently, newsletter, the hostname, a dot product, Ctrl-C ends the program")

@@ -50,25 +50,6 @@ def test_no_page_says_by_itself_where_something_has_run(page: str) -> None:
     assert not found, "say it by a marker: <!-- generate: gpu-runs ... -->, or link to works.md"
 
 
-@pytest.mark.parametrize(
-    ("text", "is_claim"),
-    [
-        ("Pipelines run by two processes on one H200.", True),
-        ("The kernel was tested on two H100s.", True),
-        ("It has not yet run on a GPU.", True),
-        ("Both panels implement the whole contract.", True),
-        ("A server for one to a few GPUs, small enough to read.", True),
-        ("Microseconds on one H200, of one layer.", False),
-        ("On a GPU torch compiles the call.", False),
-        ("`make test-gpu` runs these tests, each rank with a GPU of its own.", False),
-        ("```bash\nwhat runs on a GPU\n```", False),
-        ("<!-- generate: gpu-runs\ntests/a.py: runs on two GPUs\n-->", False),
-    ],
-)
-def test_the_words_of_a_claim(text: str, is_claim: bool) -> None:
-    assert any(re.search(claim, sentences(text), re.I) for claim in CLAIMS) == is_claim
-
-
 TWO, CLAUSES = "tests.gpu.test_two_gpus", "tests.conformance.test_contracts"
 REPORT = f"""<testsuites><testsuite>
 <testcase classname="{TWO}" name="test_two_ranks_answer_as_one[graphs]"/>
