@@ -26,7 +26,6 @@ from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_TYPES)
-FAR = 2**31 - 1  # as a window or a chunk: none
 
 
 # On a CPU this is intended.
@@ -51,16 +50,14 @@ class FlexPlan:
         """The mask of a layer with this window (-1: none) and this chunk (0: none)."""
         if (window, chunk) not in self.block_masks:
             # --8<-- [start:flex-mask]
-            # As tensors: torch compiles one kernel for all windows and chunks.
-            last, chunks = (self.slots.new_full((), n) for n in (_or_far(window, -1), _or_far(chunk, 0)))
+            visible = self._visible_within(window, chunk)
 
             def sees(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-                if self.visible is not None:
-                    is_seen = self.visible[b, query, key]
-                else:
-                    is_seen = (key <= self.prefix_lens[b] + query) & (key < self.seq_lens[b])
-                position, key = self._positions(b, query, key)
-                return is_seen & (position - key <= last) & (position // chunks == key // chunks)
+                if visible is not None:
+                    return visible[b, query, key]
+                position = self.prefix_lens[b] + query
+                is_seen = (key <= position) & (key < self.seq_lens[b])
+                return _within(is_seen, position, key, window, chunk)
 
             (bs, max_keys), device = self.slots.shape, str(self.slots.device)
             self.block_masks[window, chunk] = create_block_mask(
@@ -69,11 +66,28 @@ class FlexPlan:
             # --8<-- [end:flex-mask]
         return self.block_masks[window, chunk]
 
-    def _positions(self, b: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the query and the key: in a tree, along the query's branch."""
-        if self.branches is None:
-            return self.prefix_lens[b] + query, key
-        return self.branches[b, query, -1], self.branches[b, query, key]
+    def _visible_within(self, window: int, chunk: int) -> torch.Tensor | None:
+        """`visible` of a layer with this window and this chunk."""
+        if self.visible is None:
+            return None
+        if self.branches is not None:  # in a tree, positions count along the query's branch
+            position, key = self.branches[:, :, -1:], self.branches
+        else:
+            numbers = torch.arange(self.max_queries, device=self.slots.device)
+            position = (self.prefix_lens[:, None] + numbers)[:, :, None]
+            key = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return _within(self.visible, position, key, window, chunk)
+
+
+def _within(
+    is_seen: torch.Tensor, position: torch.Tensor, key: torch.Tensor, window: int, chunk: int
+) -> torch.Tensor:
+    """`is_seen`, of keys within the window and the chunk of the position."""
+    if window >= 0:
+        is_seen = is_seen & (position - key <= window)
+    if chunk > 0:
+        is_seen = is_seen & (position // chunk == key // chunk)
+    return is_seen
 
 
 class FlexAttention(interface.AttentionBackend):
@@ -150,10 +164,6 @@ class FlexAttention(interface.AttentionBackend):
         # --8<-- [end:flex-run]
         heads = heads * kv_scales.v  # 1, except of an FP8 pool
         return output.copy_(heads.transpose(1, 2)[plan.tokens])
-
-
-def _or_far(length: int, none: int) -> int:
-    return FAR if length == none else length
 
 
 def _soft_cap(cap: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -14,7 +14,8 @@ few percent of the model's.
 
 Shape: the first kernel has a CTA for each chunk and value head, the second for each request, value head
 and block of columns of the state. A warp keeps its whole second operand of an MMA in registers, so operands
-come in blocks of columns, and q and k are divided by their lengths behind the MMAs.
+come in blocks of columns, and q and k are divided by their lengths behind the MMAs. Loops are not
+pipelined: with two stages Triton 3.6 gave wrong scores in tf32 (docs/lab/layers.md).
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def delta_chunks(
     scale, block_v = k_dim**-0.5, min(max(triton.next_power_of_2(v_dim), 16), 32)
     _chunk_writes_kernel[(steps.num_chunks, heads)](
         c, g, beta, writes, reads, scores, decay, steps.chunks, scale,
-        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_stages=2, **sizes,
+        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_warps=8, num_stages=1, **sizes,
     )  # fmt: skip
     _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
         c, writes, reads, scores, decay, o, states, steps.long, steps.requests,
