@@ -160,14 +160,16 @@ class GrammarCompiler:
         for _ in range(NUM_TRIES):
             if self._is_closed:
                 break
-            if lane.worker is None or lane.worker.has_ended:  # killed since the last grammar
-                lane.worker = Worker(self._info.serialize_json())
             try:
+                if lane.worker is None or lane.worker.has_ended:  # killed since the last grammar
+                    lane.worker = Worker(self._info.serialize_json())
                 return lane.worker.ask([*spec, self.compile_seconds], WAIT_FACTOR * self.compile_seconds)
             except WorkerEnded as error:
                 lane.worker, end = None, error
             if end.is_late or end.signal == signal.SIGPROF:
                 break
+        if end.is_start:
+            raise CompilerFailed("the process that compiles grammars does not start")
         if end.signal == signal.SIGPROF:
             problem = f"compiling it takes longer than {self.compile_seconds:g} s of CPU time"
         elif end.signal in CRASHES:
@@ -199,12 +201,14 @@ class CompilerFailed(RuntimeError):
 
 
 class WorkerEnded(Exception):
-    """The worker has ended: by a signal, or killed because it had not answered in time (`is_late`)."""
+    """The worker has ended: by a signal, or killed because it had not answered in time (`is_late`).
+    `is_start`: before it was ready."""
 
     def __init__(self, signal: int | None = None, is_late: bool = False) -> None:
         super().__init__()
         self.signal = signal
         self.is_late = is_late
+        self.is_start = False
 
 
 def _has_failed(compiled: Future[Any]) -> bool:
@@ -216,7 +220,7 @@ def _has_failed(compiled: Future[Any]) -> bool:
 
 
 class Worker:
-    """A process of shared/grammar/worker.py. After `WorkerEnded` it is gone."""
+    """A process of shared/grammar/worker.py. After `WorkerEnded` it is gone, or has not come to be."""
 
     def __init__(self, info_text: str) -> None:
         self._process = subprocess.Popen(
@@ -230,8 +234,9 @@ class Worker:
         self._end_with_owner = weakref.finalize(self, self._process.kill)
         try:
             self._exchange(info_text, START_SECONDS)
-        except WorkerEnded:
-            raise CompilerFailed("the process that compiles grammars does not start") from None
+        except WorkerEnded as end:
+            end.is_start = True
+            raise
 
     @property
     def has_ended(self) -> bool:

@@ -18,6 +18,7 @@ from diptych.shared.grammar import compiler as module
 from diptych.shared.grammar.compiler import CompilerFailed, GrammarCompiler, Worker, WorkerEnded
 from diptych.shared.grammar.matcher import allows
 from diptych.shared.grammar.queue import GrammarQueue
+from diptych.shared.grammar.spec import GrammarSpec
 from diptych.shared.interfaces.grammar import Grammar
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.text.tokenizer import Tokenizer
@@ -233,6 +234,30 @@ def test_a_worker_that_ends_while_it_compiles(
     if error is not ValueError:
         assert accepts(compiler, "a", regex="a")
     assert next(ends, None) is None
+    compiler.close()
+
+
+@pytest.mark.parametrize("num_kills", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_worker_that_is_killed_while_it_starts(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    """Found by `diptych soak --server`: a start takes seconds on a busy computer."""
+    compiler, here = make(tokenizer), threading.get_ident()
+    compiler._info = compiler._tokenizer_info()
+    exchange, kills = Worker._exchange, [signal.SIGKILL] * num_kills
+
+    def exchange_and_end(self: Worker, text: str, seconds: float) -> str:
+        if threading.get_ident() == here and kills:
+            self._process.send_signal(kills.pop())
+        return exchange(self, text, seconds)
+
+    monkeypatch.setattr(Worker, "_exchange", exchange_and_end)
+    if num_kills == 1:
+        assert compiler._ask(GrammarSpec("regex", "a"), compiler.lanes[0]).startswith("=")
+    else:
+        with pytest.raises(CompilerFailed, match="does not start"):
+            compiler._ask(GrammarSpec("regex", "a"), compiler.lanes[0])
+    assert not kills
     compiler.close()
 
 
