@@ -19,6 +19,15 @@ def messages_of(body: Body, change: Callable[[Body], Body | None]) -> Body | Non
     return {"messages": [message for message in found if message is not None]}
 
 
+def without(schema: Any, *keywords: str) -> Any:
+    """The schema without keywords, at any depth."""
+    if isinstance(schema, list):
+        return [without(each, *keywords) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: without(value, *keywords) for name, value in schema.items() if name not in keywords}
+
+
 def calls_of(reply: Reply) -> list[Body]:
     """The functions of the calls of a whole answer."""
     messages = [choice.get("message") or {} for choice in reply.choices]
@@ -74,6 +83,23 @@ def calls_vanish(body: Body) -> Body | None:
         return {"role": role, "content": message.get("content") or ""}
 
     return messages_of(body, plain)
+
+
+@changes_request("one call of each message", "The second call of a message is lost.", "prompt.history")
+def first_call_only(body: Body) -> Body | None:
+    def first(message: Body) -> Body:
+        return {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else message
+
+    return messages_of(body, first)
+
+
+@changes_request("results in quotes", "Parts of a result come as their JSON.", "prompt.history")
+def results_in_quotes(body: Body) -> Body | None:
+    def quote(message: Body) -> Body:
+        is_list = message["role"] == "tool" and isinstance(message["content"], list)
+        return {**message, "content": json.dumps(message["content"])} if is_list else message
+
+    return messages_of(body, quote)
 
 
 @fault("live markers", "Markers in messages become control tokens.", "prompt.markers")
@@ -211,6 +237,31 @@ changes_arguments("guessed types", 'The text "123" becomes a number.', "tools.ty
 changes_arguments("small letters", "Arguments lose their capital letters.", "tools.parsed", without_capitals)
 
 
+@changes_reply("guessed types in streams", "Streamed arguments lose their quotes.", "tools.types")
+def typed_stream(body: Body, reply: Reply) -> None:
+    deltas = [choice.get("delta") or {} for choice in reply.choices if reply.is_stream]
+    functions = [piece["function"] for delta in deltas for piece in delta.get("tool_calls") or ()]
+    text = "".join(function.get("arguments") or "" for function in functions)
+    for function in functions:
+        function["arguments"] = ""
+    if functions:
+        functions[-1]["arguments"] = text.replace('"123"', "123")
+
+
+def ignores_in_tools(name: str, sentence: str, keyword: str, in_streams: bool) -> None:
+    @changes_request(name, sentence, "tools.schemas")
+    def play(body: Body) -> Body | None:
+        if in_streams and not body.get("stream"):
+            return None
+        return {"tools": without(body["tools"], keyword)} if body.get("tools") else None
+
+
+ignores_in_tools("uniqueItems of a tool ignored", "Tools act as without uniqueItems.", "uniqueItems", False)
+ignores_in_tools(
+    "multipleOf of a streamed tool ignored", "Streamed calls act as without multipleOf.", "multipleOf", True
+)
+
+
 @changes_reply("calls as text", "A call comes as text.", "tools.trigger")
 def calls_as_text(body: Body, reply: Reply) -> None:
     for choice in reply.choices:
@@ -231,6 +282,15 @@ def leaked_marker(body: Body, reply: Reply) -> None:
         message = choice.get("message") or {}
         if message.get("tool_calls"):
             message["content"] = "</tool_call>"
+
+
+@changes_reply("leaked marker in streams", "A stream begins with the marker of a call.", "tools.leak")
+def leaked_marker_in_streams(body: Body, reply: Reply) -> None:
+    for choice in reply.choices if reply.is_stream else ():
+        delta = choice.get("delta") or {}
+        for piece in delta.get("tool_calls") or ():
+            if piece["function"].get("name"):
+                delta["content"] = "<tool_call>"
 
 
 # ---- reasoning ----
@@ -260,18 +320,27 @@ def thoughts_kept(body: Body) -> Body | None:
     return messages_of(body, keep)
 
 
+@changes_request("thoughts beside calls kept", "Reasoning beside a call is text.", "reasoning.history")
+def thoughts_of_calls_kept(body: Body) -> Body | None:
+    def keep(message: Body) -> Body:
+        thought = message.get("reasoning_content") if message.get("tool_calls") else None
+        return {**message, "content": thought} if thought else message
+
+    return messages_of(body, keep)
+
+
+@changes_request(
+    "thinking in long talks", "The switch for thinking acts in the first turn only.", "reasoning.history"
+)
+def thinking_in_long_talks(body: Body) -> Body | None:
+    return {"chat_template_kwargs": None} if len(body.get("messages", ())) > 2 else None
+
+
 # ---- JSON Schema ----
 
 
 def ignores(*keywords: str, check: str = "schema.keywords") -> None:
     """A fault: keywords of a schema have no effect."""
-
-    def without(schema: Any) -> Any:
-        if isinstance(schema, list):
-            return [without(each) for each in schema]
-        if not isinstance(schema, dict):
-            return schema
-        return {name: without(value) for name, value in schema.items() if name not in keywords}
 
     name = " and ".join(keywords)
 
@@ -281,7 +350,7 @@ def ignores(*keywords: str, check: str = "schema.keywords") -> None:
         if shape.get("type") != "json_schema":
             return None
         return {
-            "response_format": {**shape, "json_schema": without(shape["json_schema"])},
+            "response_format": {**shape, "json_schema": without(shape["json_schema"], *keywords)},
         }
 
 

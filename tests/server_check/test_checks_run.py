@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from diptych.shared.tools.conformance.server.answer import Answer
-from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
+from diptych.shared.tools.conformance.server.checks import QUICK, Context, Finding, Result, chosen, run_checks
 from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.same import difference
 from diptych.shared.tools.conformance.server.session import connect
-from diptych.shared.tools.conformance.server.verdict import Report
+from diptych.shared.tools.conformance.server.verdict import Report, figure_lines
 from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
 from tests.server_check.local_server import LocalServer
 
@@ -151,3 +151,11 @@ def test_an_answer_that_ended_early_is_a_near_tie_if_its_end_is_as_likely() -> N
         found = difference(longer, ended, TABLE["bfloat16"], frozenset({7}))
         assert found is not None
         assert found.is_tie is is_tie
+
+
+def test_a_report_says_what_a_check_would_have_found() -> None:
+    finding = Finding("holds", "greedy tokens", evidence={"smallest fault found": "3.0 %", "flips": 1})
+    (check,) = chosen(["seeded.greedy"])
+    assert figure_lines([Result(check, (finding, Finding("holds")))]) == [
+        "seeded.greedy        greedy tokens; smallest fault found 3.0 %"
+    ]

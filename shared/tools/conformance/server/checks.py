@@ -44,6 +44,7 @@ MODULES = (
     "prompt_checks",
     "tool_choice",
     "tool_parsing",
+    "tool_schemas",
     "long_arguments",
     "reasoning_checks",
     "schemas",
@@ -74,16 +75,17 @@ class Limits:
     num_talks: int = 16  # conversations with tools
     num_schemas: int = 24  # random JSON schemas
     num_seeded: int = 1000  # single tokens that are verified
+    long_call: int = 1280  # tokens of a long call
     concurrency: int = 8
 
 
 QUICK = Limits(
     num_prompts=4, prompt_len=32, long_prompt_len=160, max_tokens=8, num_draws=400, concurrency=4,
-    num_talks=4, num_schemas=6, num_seeded=400,
+    num_talks=4, num_schemas=6, num_seeded=400, long_call=320,
 )  # fmt: skip
 THOROUGH = Limits(
     num_prompts=32, prompt_len=96, long_prompt_len=1500, max_tokens=48, num_draws=6000, concurrency=24,
-    num_talks=300, num_schemas=300, num_seeded=5000,
+    num_talks=300, num_schemas=300, num_seeded=5000, long_call=65_536,
 )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def long(context: Context) -> Iterator[Finding]:
         return
     oracle = context.oracle
     per_item = len(oracle.tokenizer.encode(json.dumps(ITEM) + ",", add_special_tokens=False))
-    num_tokens = min(oracle.context_len // 2, 10 * context.limits.max_tokens * context.limits.num_prompts)
+    num_tokens = min(oracle.context_len // 2, context.limits.long_call)
     num_items = max(4, min(num_tokens // per_item, LONGEST // (len(ITEM) + 4)))
     talk = long_talk(num_items)
     try:

@@ -110,6 +110,14 @@ def history(context: Context) -> Iterator[Finding]:
         {"role": "user", "content": "Again."},
     ]
     yield same_prompt(context, Talk(awkward, talk.tools, None), "awkward values in arguments")
+    both = call_message(ids[0], tool_name, {"number": 1})
+    both["tool_calls"] += call_message(ids[1], tool_name, {"number": 2})["tool_calls"]
+    results = [result_message(call_id, f'{{"is_done": "{call_id}"}}') for call_id in ids]
+    messages = [awkward[0], both, *results, awkward[-1]]
+    yield same_prompt(context, Talk(messages, talk.tools, None), "two calls in one message")
+    for result in results:
+        result["content"] = [{"type": "text", "text": result["content"]}]
+    yield same_prompt(context, Talk(messages, talk.tools, None), "results as lists of parts")
 
 
 @check(

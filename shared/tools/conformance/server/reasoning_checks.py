@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from diptych.shared.tools.conformance.server.checks import Context, Finding, check
 from diptych.shared.tools.conformance.server.client import Refused
-from diptych.shared.tools.conformance.server.conversations import Talk, talks
+from diptych.shared.tools.conformance.server.conversations import (
+    KINDS,
+    Talk,
+    call_message,
+    result_message,
+    talks,
+    tool_of,
+)
 from diptych.shared.tools.conformance.server.prompt_checks import no_chat, same_prompt
 from diptych.shared.tools.conformance.server.semantics import compared
 from diptych.shared.tools.conformance.server.tool_answers import ask
@@ -82,4 +89,14 @@ def history(context: Context) -> Iterator[Finding]:
     user = {"role": "user", "content": "What is 12 + 30?"}
     thought = {"role": "assistant", "content": "12 + 30 = 42", "reasoning_content": "I know this."}
     again = {"role": "user", "content": "And 5 + 6?"}
-    yield same_prompt(context, Talk([user, thought, again], [], None), "earlier reasoning in its own field")
+    switch = {context.oracle.chat.thinking_switch: False}
+    talk = Talk([user, thought, again], [], None)
+    yield same_prompt(context, talk, "earlier reasoning in its own field")
+    yield same_prompt(context, talk, "earlier reasoning, with thinking off", **switch)
+    if context.oracle.chat.has_tools:
+        call_id, tool = context.oracle.chat.dialect.new_id("f", 0), tool_of(KINDS[0])
+        call = call_message(call_id, KINDS[0].name, {"city": "Rome", "days": 2})
+        call["reasoning_content"] = "I need the weather."
+        talk = Talk([user, call, result_message(call_id, "{}")], [tool], None)
+        yield same_prompt(context, talk, "reasoning beside a call")
+        yield same_prompt(context, talk, "reasoning beside a call, with thinking off", **switch)

@@ -33,6 +33,7 @@ AWKWARD: dict[str, Any] = {
     "characters": "é 🙂 <&>",
 }
 MAX_TOKENS = 120
+NUM_STREAMED = 16
 
 
 @check(
@@ -91,17 +92,19 @@ def types(context: Context) -> Iterator[Finding]:
         }
         tool = {"type": "function", "function": {"name": "store", "parameters": schema}}
         talk = Talk([{"role": "user", "content": f"Store {json.dumps(value)}."}], [tool], ("store", {}))
-        try:
-            answer = demand(context, talk)
-        except NoCalls as error:
-            yield Finding("not offered", str(error))
-            return
-        except Refused as error:
-            if error.status >= 500:
-                raise
-            continue  # the schema is refused
-        if answer.calls and answer.finish_reason != "length":
-            yield compared(f"{name} in a call", {"x": value}, answer.calls[0].value())
+        for stream in (False, True) if context.offers.stream else (False,):
+            try:
+                answer = demand(context, talk, stream)
+            except NoCalls as error:
+                yield Finding("not offered", str(error))
+                return
+            except Refused as error:
+                if error.status >= 500:
+                    raise
+                break  # the schema is refused
+            if answer.calls and answer.finish_reason != "length":
+                what = f"{name} in a call" + " of a stream" * stream
+                yield compared(what, {"x": value}, answer.calls[0].value())
 
 
 def read_pairs(context: Context) -> list[tuple[Talk, Read, ToolAnswer]]:
@@ -208,7 +211,14 @@ def leak(context: Context) -> Iterator[Finding]:
     if (missing := no_tools(context)) is not None:
         yield missing
         return
-    pairs = read_pairs(context)
+    pairs = list(read_pairs(context))
+    if context.offers.stream:  # markers in pieces
+        first = pairs[:NUM_STREAMED]
+        asks = [
+            partial(ask, context, talk, True, max_tokens=MAX_TOKENS, tool_choice="auto") for talk, *_ in first
+        ]
+        answers = context.server.at_once(asks, context.limits.concurrency)
+        pairs += [(talk, read, answer) for (talk, read, _), answer in zip(first, answers)]
     for talk, read, answer in pairs:
         for marker in context.oracle.chat.markers:
             if marker in answer.content and marker not in read.content:

@@ -15,6 +15,7 @@ from diptych.shared.tools.conformance.server.checks import GROUPS, Finding, Resu
 
 STYLES = {"holds": "green", "fails": "bold red", "near tie": "yellow", "not offered": "dim"}
 HIDDEN = ("by position", "histogram")  # for plots
+FIGURES = ("smallest fault found", "F1", "schema accuracy")
 CURVE = "_.:-=+*#%@"
 
 
@@ -123,7 +124,7 @@ def print_report(report: Report) -> None:
             counts = [found.count(status) for status in ("holds", "near tie", "not offered", "fails")]
             table.add_row(group, *(str(count) if count else "" for count in counts))
     console.print(table)
-    for line in error_lines(report.results):
+    for line in (*error_lines(report.results), *figure_lines(report.results)):
         console.print(Text(line))
     for result in report.results:
         if result.status == "not offered":
@@ -180,6 +181,17 @@ def error_lines(results: Sequence[Result]) -> list[str]:
                     f"[{_characters(curve)}]"
                 )
     return lines
+
+
+def figure_lines(results: Sequence[Result]) -> list[str]:
+    """The figures that say what a check would have found, or how close its sides are."""
+    return [
+        f"{result.check.name:<20} {finding.what}; {name} {short(finding.evidence[name])}"
+        for result in results
+        for finding in result.findings
+        for name in FIGURES
+        if finding.evidence.get(name) is not None
+    ]
 
 
 def _characters(curve: Sequence[Sequence[float]], width: int = 24) -> str:
