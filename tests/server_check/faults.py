@@ -32,7 +32,7 @@ def fault(name: str, sentence: str, check: str) -> Callable[[Play], Play]:
 
 
 def all_faults() -> list[Fault]:
-    for module in ("faults_logprobs", "faults_sampling", "faults_api", "faults_chat"):
+    for module in ("faults_logprobs", "faults_sampling", "faults_api", "faults_chat", "faults_tools"):
         import_module(f"tests.server_check.{module}")
     return sorted(FAULTS, key=lambda each: each.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from diptych.shared.tools.conformance.server.checks import Context, Finding, check
@@ -78,5 +79,5 @@ def tool_schemas(context: Context) -> Iterator[Finding]:
     schemas = dict(KEYWORDS)
     for seed in range(first, first + num // 3):
         schemas[f"random schema {seed}"] = document(random.Random(seed))
-    calls = [lambda each=each: judged(context, *each, 1 if num < 10 else 3) for each in schemas.items()]
+    calls = [partial(judged, context, *each, 1 if num < 10 else 3) for each in schemas.items()]
     yield from context.server.at_once(calls, context.limits.concurrency)
