@@ -29,14 +29,17 @@ class CudaGraphs:
     """Captures functions without arguments into graphs of one memory pool. Largest first: the memory of
     each serves the smaller ones after it. A replay may overwrite what graphs that were captured later have
     left, so a result that must outlive replays of other graphs is captured before them. Functions may
-    contain collectives of `ranks`: all ranks capture the same graphs in the same order."""
+    contain collectives of `ranks`: all ranks capture the same graphs in the same order. The end of an NCCL
+    communicator waits for the graphs that contain it, so they end before `ranks` do."""
 
     def __init__(self, device: torch.device, ranks: Collectives) -> None:
         self.device = device
         self.ranks = ranks
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
-        self._first: Recording | None = None  # kept: a pool ends with its last graph
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # kept: a pool ends with its last graph
+        if ranks.size > 1:
+            weakref.finalize(ranks, _end, self._graphs)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
         """Capture a function, after one run that compiles kernels and sets up libraries. If it waits for the
@@ -64,7 +67,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Recording]:
-        recording = Recording(self.pool)
+        recording = Recording(self.pool, self._graphs)
         self.ranks.barrier()  # a rank may set up connections in the run before
         with torch.cuda.stream(self.stream):
             recording.begin()
@@ -75,7 +78,11 @@ class CudaGraphs:
                     recording.graph.capture_end()
                 raise
             recording.graph.capture_end()
-        self._first = self._first or recording
+
+
+def _end(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    for graph in graphs:
+        graph.reset()
 
 
 class Rehearsal(CudaGraphs):
@@ -115,13 +122,15 @@ def graphs_of_runner(model: CausalLM, device: torch.device) -> CudaGraphs | None
 
 
 class Recording:
-    """A capture in progress."""
+    """A capture in progress. Its graphs are added to a list."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, graphs: list[torch.cuda.CUDAGraph]) -> None:
         self.pool = pool
+        self.graphs = graphs
 
     def begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
+        self.graphs.append(self.graph)
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     # --8<-- [start:cut-a-graph]

@@ -129,4 +129,5 @@ def replays(tp: Collectives, nccl: NcclCollectives) -> tuple[torch.Tensor, int]:
         for _ in range(NUM_REPLAYS):
             graph.replay()
     torch.cuda.synchronize()
+    graph.reset()  # the end of NCCL's communicator waits for it
     return state.cpu(), int(checksum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from unittest.mock import MagicMock
 
@@ -259,6 +260,37 @@ def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> N
     graphs = cuda_graph.CudaGraphs(torch.device("cuda"), Ranks())
     graphs.capture(lambda: events.append("run"))
     assert events == ["run", "run", "barrier", "begin", "run", "end"]
+
+
+@pytest.mark.parametrize("is_cycle", [False, True])
+def test_graphs_end_before_the_communicators_that_they_contain(
+    monkeypatch: pytest.MonkeyPatch, is_cycle: bool
+) -> None:
+    """The end of an NCCL communicator waits for them forever, whatever Python frees first."""
+    events: list[str] = []
+
+    class Communicator:
+        def __del__(self) -> None:
+            events.append("communicator")
+
+    class Ranks(Alone):
+        size = 2
+
+        def __init__(self) -> None:
+            self.group = Communicator()
+
+    class Graph(MagicMock):
+        def reset(self) -> None:
+            events.append("graph")
+
+    monkeypatch.setattr(cuda_graph, "torch", MagicMock(cuda=MagicMock(CUDAGraph=Graph)))
+    graphs = cuda_graph.CudaGraphs(torch.device("cuda"), Ranks())
+    call = graphs.capture(lambda: torch.zeros(1))
+    if is_cycle:
+        graphs.ranks.users = [graphs, call]  # type: ignore[attr-defined]
+    del graphs, call
+    gc.collect()
+    assert events == ["graph", "communicator"]
 
 
 def test_without_graphs_nothing_is_captured_or_warned_about() -> None:
