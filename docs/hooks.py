@@ -3,7 +3,8 @@
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
 link to its line. In twins, lines that the reference does not have are marked. Lines "(1) code" below a quote,
 in its fence, annotate the line that contains this code; their texts are the numbered list below the fence. A
-path of a Python file in backticks links to its source, one of a result file to the file. Sources are pages
+path of a Python file in backticks links to its source, one of a notebook to its page, one of a result file to
+the file. Sources are pages
 under source/: no page of them is in the navigation or in the search.
 """
 
@@ -69,7 +70,7 @@ _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
 _NOTE = re.compile(r"^ *\((\d+)\) (.+)$")
 _LISTED = re.compile(r"^ *\d+\. |^ +\S|^$")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
-_NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
+_NAMED = re.compile(r"(?<!\[)`([\w/]+\.(?:py|ipynb))`(?!\])")
 _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 
@@ -81,7 +82,7 @@ def on_files(files: Files, config: Any) -> Files:
             quote = _QUOTE.match(line)
             named.update([quote.group(2)] if quote else _NAMED.findall(line))
     for path in sorted(named):
-        if (ROOT / path).is_file():
+        if path.endswith(".py") and (ROOT / path).is_file():
             page = File.generated(config, _page_of(path), content=_source_page(path))
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
@@ -165,7 +166,7 @@ def _annotated(text: str, number: int, written: str, code: str) -> str:
 
 
 def _page_of(path: str) -> str:
-    return f"source/{path.removesuffix('.py')}.md"
+    return f"source/{path.removesuffix('.py')}.md" if path.endswith(".py") else path.replace(".ipynb", ".md")
 
 
 def _link(path: str, page: Page, files: Files) -> str:

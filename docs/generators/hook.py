@@ -20,18 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import (
-    clients,
-    commands,
-    components,
-    dialects,
-    http,
-    kernel_cheats,
-    measured,
-    mechanisms,
-    tables,
-    works,
-)
+from docs.generators import commands, components, http, measured, mechanisms, tables, works
 
 Notes = dict[str, str]
 
@@ -48,11 +37,11 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
     "server-results": tables.server_results,
-    "cheats": kernel_cheats.cheats,
-    "honest-kernels": kernel_cheats.honest_kernels,
+    "cheats": tables.cheats,
+    "honest-kernels": tables.honest_kernels,
     "families": tables.families,
     "calculator": tables.calculator,
-    "dialects": dialects.dialect_table,
+    "dialects": tables.dialect_table,
     "draft-shapes": tables.draft_shapes,
     "labs": commands.labs_table,
     "works-components": works.components,
@@ -67,7 +56,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "endpoints": http.endpoints,
     "body": http.body,
     "fields": http.fields,
-    "clients": clients.clients,
+    "clients": tables.clients,
     "public-fields": http.public_fields,
 }
 """Name in a marker -> function of the words behind it and of the notes, if it has any."""

@@ -1,8 +1,8 @@
-"""mkdocs hook: a page for each notebook, with its recorded outputs, and links to these pages.
+"""mkdocs hook: a page for each notebook, with its recorded outputs.
 
 The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/ and, for GPU cells, of
 docs/samples/gpu-cells.json (`python -m docs.generators.record_notebooks`). A page has no section of GPU cells
-if none of them is recorded. A path of a notebook in backticks links to its page.
+if none of them is recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from mkdocs.utils import get_relative_url
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
@@ -30,7 +29,6 @@ OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
 _PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
 _TITLE = re.compile(r"^# .*$", re.MULTILINE)
 _PREDICT = re.compile(r"\bPredict\b")
-_NAMED = re.compile(r"(?<!\[)`notebooks/(\w+)\.ipynb`(?!\])")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,18 +39,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    if page.file.src_uri.startswith("notebooks/"):
-        return _TITLE.sub(rf"\g<0>{_colab_link(page.file.name, config.repo_url or '')}", markdown, count=1)
-
-    def link(match: re.Match[str]) -> str:
-        file = files.get_file_from_path(f"notebooks/{match.group(1)}.md")
-        if file is None:
-            return match.group()
-        url = get_relative_url(file.url, page.url)
-        return f'<a href="{url}"><code>notebooks/{match.group(1)}.ipynb</code></a>'
-
-    return _NAMED.sub(link, markdown)
+def on_page_markdown(markdown: str, page: Page, config: Any, **_: Any) -> str:
+    if not page.file.src_uri.startswith("notebooks/"):
+        return markdown
+    return _TITLE.sub(rf"\g<0>{_colab_link(page.file.name, config.repo_url or '')}", markdown, count=1)
 
 
 def _colab_link(notebook: str, repository: str) -> str:

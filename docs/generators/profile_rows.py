@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from docs.generators.step_rows import Results, Rows, percent
+from docs.generators.cells import cell
+from docs.generators.result_rows import Results
 
 if TYPE_CHECKING:
     from diptych.shared.config import ModelConfig
@@ -25,12 +26,12 @@ PARTS = {
 """Part of a step -> how the names of its kernels begin. The head is the GEMM that runs once."""
 
 
-def profiles(*files: Results) -> Rows:
+def profiles(*files: Results) -> list[list[object]]:
     """Microseconds of each part of the step with the most requests; the first row is the step without the
     profiler."""
     steps = [fewest_and_most(results)[1] for results in files]
     found = [parts_of(step) for step in steps]
-    rows: Rows = [["step", *(_microseconds(step["step_s"]["median"]) for step in steps)]]
+    rows: list[list[object]] = [["step", *(_microseconds(step["step_s"]["median"]) for step in steps)]]
     rows += [[part, *(_microseconds(parts.get(part, 0.0)) for parts in found)] for part in (*PARTS, "others")]
     return rows
 
@@ -56,7 +57,7 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f}" if seconds else ""
 
 
-def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
+def kernels(attention: Results, dense: Results, experts: Results) -> list[list[object]]:
     """The share of its roofline bound that each kind of kernel reaches. dense, experts: steps of Qwen3-8B and
     of Qwen3-30B-A3B."""
     widest = max((r for r in attention if r["backend"] == "triton"), key=lambda r: r["batch_size"])
@@ -102,7 +103,7 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
         ),
     ]
     return [
-        [kernel, work, f"{bound * 1e6:,.1f}", f"{time * 1e6:,.1f}", percent(bound / time, 0)]
+        [kernel, work, f"{bound * 1e6:,.1f}", f"{time * 1e6:,.1f}", cell("{0:%0}", [bound / time])]
         for kernel, work, bound, time in found
     ]
 

@@ -1,8 +1,9 @@
-"""Markdown tables from the code: fields of a class, engine flags, tolerances, model families."""
+"""Markdown tables from the code and from recorded runs: fields, flags, tolerances, families, checks."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
+
+KERNEL_CHECKS = Path(__file__).parents[2] / "tests" / "kernel_check"
 
 
 def cell(text: object) -> str:
@@ -212,3 +215,58 @@ def calculator() -> str:
     limits["max_running_requests"] = config.max_running_requests
     data = json.dumps({"models": models, "cards": cards, "config": limits}, separators=(",", ":"))
     return f'<script type="application/json" id="calculator-data">{data}</script>'
+
+
+def dialect_table() -> str:
+    """Every dialect that reads calls, in the order in which templates are tried."""
+    from diptych.shared.dialects.parts.choose import dialects
+
+    rows = []
+    for module, cls in dialects().items():
+        if module == "plain":
+            continue
+        about = (inspect.getdoc(inspect.getmodule(cls)) or "").partition("\n")[0].rstrip(".")
+        names = ", ".join(f"`{name}`" for name in cls.tool_parsers)
+        markers = cls.reasoning[:2] if cls.reasoning is not None else ()
+        shown = " ".join(f"`{marker}`" for marker in markers) or "none"
+        rows.append([cell(about), names, shown, f"`shared/dialects/{module}.py`"])
+    return wrapping(table(["Family", "`--tool-call-parser`", "Reasoning", "File"], rows))
+
+
+def cheats() -> str:
+    """Planted patterns of the kernel checker, what finds them, and in how many operations they are named."""
+    rows = []
+    for number, row in json.loads((KERNEL_CHECKS / "cheats.json").read_text(encoding="utf-8")).items():
+        found = [each for each in row["found"].values() if each != "NOT NAMED"]
+        count = f"{len(found)} of {len(row['found'])}"
+        rows.append((number, row["what"], row["finds"], count))
+    return table(("", "A kernel that", "What finds it", "Named in"), rows, "rlll")
+
+
+def honest_kernels() -> str:
+    """Checks of right kernels with many seeds."""
+    rows = [
+        (
+            f"`{row['like']}`",
+            ", ".join(row["functions"]),
+            row["seeds"],
+            f"{row['checks']:,}",
+            len(row["alarms"]),
+        )
+        for row in json.loads((KERNEL_CHECKS / "honest_runs.json").read_text(encoding="utf-8"))
+    ]
+    return table(("Operation", "Functions", "Seeds", "Cases checked", "False alarms"), rows, "llrrr")
+
+
+def clients() -> str:
+    """Every client: its version, what its script does, and the result of the recorded run."""
+    from docs.generators.client_scripts import CLIENTS
+    from docs.generators.record_clients import RECORD
+
+    found = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else {}
+    rows = []
+    for client in CLIENTS:
+        facts = found.get(client.name, {"version": "", "date": "", "result": "not run yet"})
+        package = f"`{client.packages[0]}` {facts['version']}"
+        rows.append([client.name, package, cell(client.does), cell(facts["result"]), facts["date"]])
+    return table(["Client", "Package", "What it does", "Result", "Date"], rows)

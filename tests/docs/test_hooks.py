@@ -31,7 +31,8 @@ def test_a_comment_behind_a_long_line_goes_above_it() -> None:
 
 class _Files:
     def get_file_from_path(self, path: str) -> Any:
-        exists = (ROOT / path.removeprefix("source/")).with_suffix(".py").is_file()
+        source = (ROOT / path.removeprefix("source/")).with_suffix(".py")
+        exists = source.is_file() or (ROOT / path).with_suffix(".ipynb").is_file()
         return SimpleNamespace(url=path.removesuffix(".md") + "/") if exists else None
 
 
@@ -124,28 +125,14 @@ def test_each_annotation_has_its_text(page: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("page", COURSE, ids=lambda page: page.stem)
-def test_annotated_code_is_in_one_line_of_its_quote(page: Path) -> None:
-    """A change of the source can move it: then the annotation must follow."""
-    text, number = "", 0
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if quote := hooks._QUOTE.match(line):
-            text, number = hooks._formatted(quote[2], quote[3]), 0
-        elif note := hooks._NOTE.match(line):
-            number += 1
-            text = hooks._annotated(text, number, *note.groups())
-
-
 def test_a_path_links_to_its_source() -> None:
     shown = _shown("`reference/scheduler.py` and `reference/none.py`\n\n```\n`reference/scheduler.py`\n```")
     assert shown.count("<a ") == 1
     assert '<a href="../../source/reference/scheduler/"><code>reference/scheduler.py</code></a>' in shown
     assert "`reference/none.py`" in shown
-
-
-def test_a_missing_section_ends_the_build() -> None:
-    with pytest.raises(Exception, match="has no section 'no-such-label'"):
-        hooks._section("reference/radix_cache.py", "no-such-label")
+    notebook = "notebooks/05_radix_cache"
+    link = f'<a href="../../{notebook}/"><code>{notebook}.ipynb</code></a>'
+    assert _shown(f"`{notebook}.ipynb`, `notebooks/none.ipynb`") == f"{link}, `notebooks/none.ipynb`"
 
 
 def test_other_projects_are_links() -> None:

@@ -57,7 +57,7 @@ def test_tables_of_numbers_have_a_source(page: Path) -> None:
 
 @pytest.mark.parametrize("name", measured.TABLES)
 def test_measured_tables_are_shown_and_can_be_recorded(name: str) -> None:
-    head, files = measured.TABLES[name].head, measured.TABLES[name].files
+    head, files = measured.TABLES[name].headings, measured.TABLES[name].files
     assert len(set(head)) == len(head), "charts read tables by their headings"
     assert set(files) <= set(RECORDINGS)
     if all((DATA / f"{file}.json").exists() for file in files):

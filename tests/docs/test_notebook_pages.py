@@ -98,26 +98,6 @@ def test_a_gpu_cell_is_run_and_its_output_kept() -> None:
     assert gpu_cells.run("n = 2\ndef square(x):\n    return x * n\nprint(square(3))") == "6\n"
 
 
-def test_links_lead_to_the_pages() -> None:
-    """As `docs/hooks.py` does for sources."""
-    from types import SimpleNamespace
-    from typing import Any
-
-    from docs.generators.notebook_pages import on_page_markdown
-
-    files: Any = SimpleNamespace(
-        get_file_from_path=lambda path: (
-            SimpleNamespace(url=path.removesuffix(".md") + "/") if "05_radix" in path else None
-        )
-    )
-    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="course/05.md"), url="course/05/")
-    shown = on_page_markdown("`notebooks/05_radix_cache.ipynb`, `notebooks/no_such.ipynb`", page, None, files)
-    assert (
-        '<a href="../../notebooks/05_radix_cache/"><code>notebooks/05_radix_cache.ipynb</code></a>' in shown
-    )
-    assert "`notebooks/no_such.ipynb`" in shown
-
-
 def test_colab_opens_notebooks_of_github() -> None:
     link = notebook_pages._colab_link("05_radix_cache", "https://github.com/someone/diptych")
     assert "/github/someone/diptych/blob/main/notebooks/05_radix_cache.ipynb" in link
