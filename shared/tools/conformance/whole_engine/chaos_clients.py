@@ -88,8 +88,9 @@ class Clients:
         self._numbers = itertools.count(seed * 1_000_000)
         self._lock = threading.Lock()
         self._is_over = threading.Event()
+        self._num_ended = [0] * NUM_CLIENTS  # requests of each thread
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(f"{seed} {i}"),), daemon=True)
+            threading.Thread(target=self._run, args=(i, random.Random(f"{seed} {i}")), daemon=True)
             for i in range(NUM_CLIENTS)
         ]
 
@@ -106,9 +107,11 @@ class Clients:
                 self.problems.append("a client waits for ever")
 
     def wait(self, num_more: int) -> None:
-        """Until so many more answers are right. Raises `AssertionError` if they do not come."""
+        """Until so many more answers are right, and every request that waits now has ended. Raises
+        `AssertionError` if they do not come."""
         wanted, end = self.num_answers + num_more, time.monotonic() + 2 * HANG_SECONDS
-        while self.num_answers < wanted:
+        before = self._num_ended.copy()
+        while self.num_answers < wanted or any(a == b for a, b in zip(before, self._num_ended)):
             assert not self.problems, self.problems[:5]
             assert time.monotonic() < end, f"no {num_more} answers; last failure: {self.last_failure}"
             time.sleep(0.02)
@@ -119,7 +122,7 @@ class Clients:
         with httpx.Client(base_url=self.url, timeout=HANG_SECONDS, trust_env=False) as client:
             assert self._ask_whole(client, question, random.Random(0)), self.last_failure
 
-    def _run(self, rng: random.Random) -> None:
+    def _run(self, number: int, rng: random.Random) -> None:
         with httpx.Client(base_url=self.url, timeout=HANG_SECONDS, trust_env=False) as client:
             while not self._is_over.is_set():
                 question, is_answered = self._new(rng.choice(self.asked)), False
@@ -135,6 +138,7 @@ class Clients:
                 with self._lock:
                     self.num_answers += is_answered
                     self.num_failed += not is_answered
+                    self._num_ended[number] += 1
                 if not is_answered:
                     time.sleep(0.05)
 
