@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -55,15 +56,22 @@ def _small_kv_pools() -> Generator[None, None, None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Generator[None, None, None]:
-    """The other processes of an engine are forked from one that has imported it."""
+    """The other processes of an engine are forked from one that has imported what they need."""
     if HAS_GPU or sys.platform != "linux":  # CUDA does not work in a forked process
         yield
         return
-    from tests.forked import SPAWN
+    from tests.forked import FORKED
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diptych.shared.engine.processes.child.multiprocessing", SPAWN)
+        for name, value in FORKED.items():
+            patch.setattr(name, value)
         yield
+
+
+@pytest.fixture
+def spawned_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiles grammars is started as it is in use."""
+    monkeypatch.setattr("diptych.shared.grammar.compiler.subprocess", subprocess)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from types import SimpleNamespace
@@ -64,8 +66,56 @@ SPAWN = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Forked))
 """In place of `multiprocessing`, for code that spawns."""
 
 
+class ForkedCompiler:
+    """The process that compiles grammars, with what its owner uses of `subprocess.Popen`."""
+
+    def __init__(self, _command: list[str], **_: Any) -> None:
+        (read, stdin), (stdout, write) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = open(stdin, "wb"), open(stdout, "rb")  # noqa: SIM115
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        self._process = Forked(target=_compile_grammars)
+        self._process.files = {0: read, 1: write, 2: nothing}
+        self._process.start()
+        for file in (read, write, nothing):
+            os.close(file)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self._process.pid or 0, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _compile_grammars() -> None:
+    from diptych.shared.grammar.worker import main
+
+    os.setsid()  # as its owner asks
+    main()
+
+
+FORKED = {
+    "diptych.shared.engine.processes.child.multiprocessing": SPAWN,
+    "diptych.shared.grammar.compiler.subprocess": SimpleNamespace(
+        Popen=ForkedCompiler, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+    ),
+}
+"""What engines start other processes with -> what tests put in its place."""
+
+
 class ForkedCommand:
-    """`diptych ARGUMENTS`, with what tests use of `subprocess.Popen`. `stdout` has its stderr as well."""
+    """`diptych ARGUMENTS`, with what tests use of `subprocess.Popen`. `stdout` has its stderr as well. What it
+    starts is forked as it is itself."""
 
     def __init__(self, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
         read, write = os.pipe()
@@ -101,6 +151,13 @@ class ForkedCommand:
 def _command(arguments: list[str], folder: str) -> None:
     os.chdir(folder)
     sys.argv = ["diptych", *arguments]
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+    for name, value in {
+        **FORKED,
+        "diptych.shared.server.engine.engine_process.multiprocessing": SPAWN,
+    }.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(import_module(module), attribute, value)
     from diptych.shared.tools.cli import main
 
     main()

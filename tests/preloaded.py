@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 
 MODULES = (
     "transformers.tokenization_utils_tokenizers",
@@ -19,6 +20,10 @@ MODULES = (
     "diptych.shared.tools.cli",
 )
 
+OPTIONAL = ("xgrammar",)
+
 os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported, and children draw no bars
 for name in MODULES:
+    import_module(name)
+for name in filter(find_spec, OPTIONAL):
     import_module(name)

@@ -282,7 +282,9 @@ def test_failures_of_the_compiler_are_no_fault_of_the_client(
     compiler.close()
 
 
-def test_the_worker_ends_with_a_compiler_that_is_dropped(tokenizer: Tokenizer) -> None:
+def test_the_worker_ends_with_a_compiler_that_is_dropped(
+    tokenizer: Tokenizer, spawned_compiler: None
+) -> None:
     compiler = make(tokenizer)
     grammar(compiler, regex="a")
     assert compiler.lanes[0].worker is not None

@@ -40,7 +40,7 @@ def set_num_threads(count): ...
 STAND_INS = {  # what fixtures of the session patch
     "diptych/shared/loading/kv_sizing": "MAX_CPU_TOKENS = 65_536",
     "diptych/shared/engine/processes/child": "multiprocessing = None",
-    "tests/forked": "SPAWN = None",
+    "tests/forked": "FORKED = {}",
 }
 
 
