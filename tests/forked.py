@@ -114,8 +114,8 @@ FORKED = {
 
 
 class ForkedCommand:
-    """`diptych ARGUMENTS`, with what tests use of `subprocess.Popen`. `stdout` has its stderr as well. What it
-    starts is forked as it is itself."""
+    """`diptych ARGUMENTS`, with what tests use of `subprocess.Popen`. `stdout` has its stderr as well. The
+    processes that it starts are forked as it is itself."""
 
     def __init__(self, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
         read, write = os.pipe()

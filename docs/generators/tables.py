@@ -8,6 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,7 @@ def draft_shapes() -> str:
     return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")
 
 
+@cache
 def calculator() -> str:
     """The data of docs/javascripts/calculator.js: known shapes in three precisions, and cards."""
     import torch

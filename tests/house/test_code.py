@@ -1,6 +1,7 @@
 """Rules for names of files, lengths of functions, and docstrings."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -73,10 +74,12 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_begin_with_their_subject_or_verb() -> None:
+    sources = {path: (ROOT / path).read_text("utf-8") for path in python_files(*CODE, "tests")}
     wrong = [
         f"{path}:{line}: {text.splitlines()[0]}"
-        for path in python_files(*CODE, "tests")
-        for line, text in docstrings((ROOT / path).read_text("utf-8"))
+        for path, source in sources.items()
+        if re.search(r"""["'][\\\s]*Of """, source)  # parsing takes the most of the time
+        for line, text in docstrings(source)
         if text.startswith("Of ") and "mutants" not in path.parts
     ]
     assert wrong == []
