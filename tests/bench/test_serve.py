@@ -14,6 +14,7 @@ import pytest
 from diptych.shared.tools.bench.serve_client import Outcome, _take
 from diptych.shared.tools.bench.serve_load import Arrivals, LoadResult, Targets, run_load
 from diptych.shared.tools.bench.serve_workloads import (
+    Agents,
     MultiTurn,
     RandomPrompts,
     SharedPrefixes,
@@ -138,6 +139,14 @@ def test_multi_turn() -> None:
     texts = [str(turn.prompt) for conversation in conversations for turn in conversation]
     assert {len(text.split()) for text in texts} == {6}
     assert all(before != after for before, after in pairwise(texts))
+
+
+def test_agents() -> None:
+    agents = Agents(num_requests=2, num_turns=3, input_len=(6, 6), first_len=(40, 40))
+    lengths = [[len(str(turn.prompt).split()) for turn in each] for each in agents.conversations(0)]
+    assert lengths == [[40, 6, 6]] * 2
+    with pytest.raises(ValueError, match="first_len"):
+        Agents(first_len=(3, 2))
 
 
 def test_sharegpt(tmp_path: Path) -> None:

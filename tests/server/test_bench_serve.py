@@ -73,9 +73,10 @@ def test_shared_prefixes_are_found_in_the_cache(server: RunningServer, tmp_path:
 
 def test_turns_grow_and_are_cached(server: RunningServer, tmp_path: Path) -> None:
     sizes = ("--num-requests", "2", "--num-turns", "3", "--input-len", "10", "--output-len", "4")
-    (found,) = measured(server, tmp_path / "a.json", "--workload", "multi-turn", *sizes)
+    (found,) = measured(server, tmp_path / "a.json", "--workload", "agents", "--first-len", "20", *sizes)
     assert found["num_complete"] == 6
     assert found["hit_rate"] > 0.4
+    assert found["later_ttft_ms"]["mean"] > 0.0
 
 
 def test_recorded_chats(server: RunningServer, tmp_path: Path) -> None:

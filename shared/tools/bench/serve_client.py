@@ -31,6 +31,7 @@ class Outcome:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     error: str | None = None
+    turn: int = 0  # of its conversation
 
     @property
     def time_to_first_token(self) -> float:
@@ -113,10 +114,11 @@ class Client:
     async def run(self, conversation: Conversation) -> AsyncIterator[Outcome]:
         """Run a conversation; one outcome for each turn, up to the first failure."""
         messages: list[dict[str, str]] = []
-        for turn in conversation:
+        for number, turn in enumerate(conversation):
             if isinstance(turn.prompt, str):
                 messages.append({"role": "user", "content": turn.prompt})
             outcome = await self.request(turn, messages)
+            outcome.turn = number
             yield outcome
             if outcome.error is not None:
                 return

@@ -83,9 +83,11 @@ class LoadResult:
         return [outcome for outcome in self.outcomes if outcome.error is None]
 
     def values(self, metric: str) -> list[float]:
-        """The values of a metric in seconds, of all requests (TTFT, TPOT, E2E) or all intervals (ITL)."""
-        if metric == "ttft":
-            return [outcome.time_to_first_token for outcome in self.good]
+        """The values of a metric in seconds, of all requests (TTFT, TPOT, E2E) or all intervals (ITL).
+        "later_ttft": of turns behind the first, which find their history in the prefix cache."""
+        if metric in ("ttft", "later_ttft"):
+            first = metric == "later_ttft"
+            return [outcome.time_to_first_token for outcome in self.good if outcome.turn >= first]
         if metric == "itl":
             return [gap for outcome in self.good for gap in outcome.inter_token_latencies]
         if metric == "tpot":
@@ -139,7 +141,7 @@ class LoadResult:
             "goodput": self.goodput,
             "hit_rate": self.hit_rate,
             "targets_ms": asdict(self.targets),
-            **{f"{metric}_ms": self.summary(metric) for metric in METRICS},
+            **{f"{metric}_ms": self.summary(metric) for metric in (*METRICS, "later_ttft")},
         }
 
 

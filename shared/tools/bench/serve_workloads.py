@@ -80,18 +80,44 @@ class MultiTurn:
             if not 1 <= least <= greatest:
                 raise ValueError(f"{name} must be a length of at least 1, or two in order")
 
+    @property
+    def lengths(self) -> list[Range]:
+        """Of the questions of a conversation."""
+        return [self.input_len] * self.num_turns
+
     def conversations(self, vocab_size: int) -> list[Conversation]:
         dice = random.Random(self.seed)
         return [
             [
                 Turn(
-                    " ".join(dice.choices(ascii_lowercase, k=dice.randint(*self.input_len))),
+                    " ".join(dice.choices(ascii_lowercase, k=dice.randint(*lengths))),
                     dice.randint(*self.output_len),
                 )
-                for _ in range(self.num_turns)
+                for lengths in self.lengths
             ]
             for _ in range(self.num_requests)
         ]
+
+
+@dataclass(frozen=True)
+class Agents(MultiTurn):
+    """Agents at work: a long first question, with instructions and files, then results of tools."""
+
+    name: ClassVar[str] = "agents"
+    num_requests: int = 4
+    num_turns: int = 12
+    input_len: Range = (700, 700)
+    output_len: Range = (100, 100)
+    first_len: Range = (50_000, 50_000)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.first_len[0] <= self.first_len[1]:
+            raise ValueError("first_len must be a length of at least 1, or two in order")
+
+    @property
+    def lengths(self) -> list[Range]:
+        return [self.first_len, *super().lengths[1:]]
 
 
 @dataclass(frozen=True)
@@ -115,9 +141,9 @@ class ShareGpt:
         return [[turn] for turn in chosen]
 
 
-ServeWorkload = RandomPrompts | SharedPrefixes | MultiTurn | ShareGpt
+ServeWorkload = RandomPrompts | SharedPrefixes | MultiTurn | Agents | ShareGpt
 SERVE_WORKLOADS: dict[str, type[ServeWorkload]] = {
-    each.name: each for each in (RandomPrompts, SharedPrefixes, MultiTurn, ShareGpt)
+    each.name: each for each in (RandomPrompts, SharedPrefixes, MultiTurn, Agents, ShareGpt)
 }
 
 

@@ -45,13 +45,15 @@ def serve(
     ignore_eos: Annotated[
         bool, _option(SERVER, "Answers have their full length; a server must know the field ignore_eos.")
     ] = True,
-    workload: Annotated[str, typer.Option(help="random, shared-prefix, multi-turn or sharegpt.")] = "random",
-    num_requests: Annotated[int | None, _option(WORKLOAD, "Requests; of multi-turn, conversations.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="random, shared-prefix, multi-turn, agents or sharegpt.")
+    ] = "random",
+    num_requests: Annotated[
+        int | None, _option(WORKLOAD, "Requests; of multi-turn and agents, conversations.")
+    ] = None,
     input_len: Annotated[
         str | None,
-        _option(
-            WORKLOAD, "Prompt tokens of a request, about so many in multi-turn: N, or N-M.", metavar="N[-M]"
-        ),
+        _option(WORKLOAD, "Prompt tokens of a request, about so many in chats: N, or N-M.", metavar="N[-M]"),
     ] = None,
     output_len: Annotated[str | None, _option(WORKLOAD, "Output tokens: N, or N-M.", metavar="N[-M]")] = None,
     groups: Annotated[int | None, _option(WORKLOAD, "Groups that share a prefix (shared-prefix).")] = None,
@@ -59,7 +61,12 @@ def serve(
     shared_len: Annotated[
         int | None, _option(WORKLOAD, "Tokens that a group shares (shared-prefix).")
     ] = None,
-    num_turns: Annotated[int | None, _option(WORKLOAD, "Turns of a conversation (multi-turn).")] = None,
+    num_turns: Annotated[
+        int | None, _option(WORKLOAD, "Turns of a conversation (multi-turn, agents).")
+    ] = None,
+    first_len: Annotated[
+        str | None, _option(WORKLOAD, "Tokens of the first question (agents): N, or N-M.", metavar="N[-M]")
+    ] = None,
     file: Annotated[Path | None, _option(WORKLOAD, "Recorded chats, JSON (sharegpt).")] = None,
     seed: Annotated[int, _option(WORKLOAD, "Of prompts, lengths and arrivals. Default: 0.")] = 0,
     request_rate: Annotated[
@@ -86,6 +93,7 @@ def serve(
     random         random token ids of given lengths
     shared-prefix  groups of requests that share the beginning of their prompts
     multi-turn     chats whose history grows
+    agents         chats with a long first question, then many short ones
     sharegpt       the first questions of a file of recorded chats
     """
     try:
@@ -109,6 +117,7 @@ def serve(
             "group_size": group_size,
             "shared_len": shared_len,
             "num_turns": num_turns,
+            "first_len": parse_range("--first-len", first_len),
             "file": file,
             "seed": seed,
         },
@@ -219,9 +228,11 @@ class ServeBenchmark(Benchmark):
             ("hit rate", lambda result: f"{result.hit_rate:.1%}"),
             ("failed", lambda result: str(len(result.outcomes) - len(result.good))),
         ]
-        for metric in METRICS:
+        has_turns = any(result.values("later_ttft") for result in results)
+        for metric in (*METRICS, "later_ttft") if has_turns else METRICS:
             for name in ("mean", "p50", "p90", "p99", "max"):
-                rows.append((f"{metric.upper()} {name}, ms", summary_cell(metric, name)))
+                label = metric.upper().replace("LATER_", "later turns: ")
+                rows.append((f"{label} {name}, ms", summary_cell(metric, name)))
         return make_table(columns, rows)
 
     def notes(self, results: list[LoadResult]) -> Iterator[str]:
