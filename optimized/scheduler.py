@@ -53,6 +53,9 @@ class Scheduler(interface.Scheduler):
     def add_request(self, req: Req) -> None:
         self.requests.add(req)
 
+    def add_computed(self, req: Req, first: StepOutput) -> None:
+        self.requests.add_computed(req, first)
+
     def abort(self, rid: str) -> bool:
         return self.requests.abort(rid)
 
@@ -218,7 +221,8 @@ class Scheduler(interface.Scheduler):
             if result is not AddReqResult.CONTINUE:
                 # After an addition it is worth another try: the next step's budget reserves for what was
                 # added now only the expected output, not the longest.
-                requests.batch_is_full = result is AddReqResult.NO_TOKEN and not adder.can_run_list
+                has_no_room = result is AddReqResult.NO_TOKEN and not adder.can_run_list
+                requests.batch_is_full = has_no_room and bool(requests.running)
                 break
             requests.waiting_queue.remove(req)
             if adder.new_chunked_req is not None:

@@ -4,12 +4,13 @@ A request at the decode engine, and what it owns there:
 
     waiting    nothing; it comes when the pool has room for its prompt and its longest answer
     transfer   pages of its prompt, open for the transport, and a lock on the prefix that is cached already
-    scheduled  in the ordinary scheduler, which finds the prompt in the prefix cache and computes the rest
+    scheduled  in the ordinary scheduler, where it decodes from the first token, which comes with the KV
 
 and at the prefill engine:
 
     prefill    in the ordinary scheduler, for one token
-    in flight  a lock on its prompt in the prefix cache, until the transport has ended the room
+    in flight  a lock on its prompt in the prefix cache, and its last page, until the transport has ended
+               the room
 
 Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
 the other engine. A decode engine may have several prefill engines: a request whose prefill engine ends moves
@@ -27,6 +28,8 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import torch
 
+from diptych.shared.engine.processes.input_log import Request, req_of, request_of
+from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
     RadixKey,
     Scheduler,
@@ -37,8 +40,10 @@ from diptych.shared.interfaces import (
 )
 from diptych.shared.parallel.channel import decoder
 from diptych.shared.scheduling.admission import admit
-from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page
-from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req, SamplingParams, StepOutput
+from diptych.shared.scheduling.last_pages import LastPages
+from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page, round_up_to_page
+from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req, StepOutput
+from diptych.shared.types.req import NO_SLOTS
 
 TIME_LIMIT = 300.0
 """Time limit of a transfer in seconds, after which the connection to the other engine is closed."""
@@ -50,13 +55,20 @@ Page = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Start(msgspec.Struct, tag=True):
-    """A message: compute a prompt, and send its KV from page `first_page` on to these pages."""
+    """A message: compute a prompt and the first token, and send the KV from page `first_page` on to these
+    pages."""
 
     room: str
-    input_ids: list[int]
-    extra_key: str | None
+    request: Request
     first_page: Page
     target_pages: list[Page]
+
+
+class Computed(msgspec.Struct, tag=True):
+    """A message, ahead of the pages: the output of the request's first step."""
+
+    room: str
+    first: StepOutput
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -64,26 +76,37 @@ class Failed(msgspec.Struct, tag=True):
 
     room: str
     reason: str
+    status: int = 503
 
 
+Message = Start | Computed | Failed
 _encode = msgspec.msgpack.Encoder().encode
-_decode = decoder(Start | Failed)
+_decode = decoder(Message)
+
+
+@dataclass
+class Sent:
+    """What a room owns at the prefill engine while it is read."""
+
+    node: Any  # that it locks; None: nothing is sent
+    last_page: torch.Tensor  # slots of the tokens behind the last full page
 
 
 class PrefillSide:
     """The prefill engine: computes prompts for the decode engine. Call `turn` until `is_done`."""
 
-    def __init__(
-        self, scheduler: Scheduler, parts: SchedulerParts, transport: Transport, name: str = ""
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+                 transport: Transport, name: str = "") -> None:  # fmt: skip
         """name: of the decode engine, if several share the scheduler."""
         self.scheduler = scheduler
         self.tree = parts.tree_cache
-        self.page_size = parts.allocator.page_size
+        self.allocator = parts.allocator
+        (self.last_pages,) = (each for each in parts.features if isinstance(each, LastPages))
+        self.grammars = grammars
         self.transport = transport
         self.name = name
         self.prefill: dict[str, Start] = {}  # by the id in the scheduler
-        self.in_flight: dict[str, Any] = {}  # room -> the node that it locks; None: nothing to send
+        self.in_flight: dict[str, Sent] = {}  # by room
 
     @property
     def is_done(self) -> bool:
@@ -110,43 +133,60 @@ class PrefillSide:
             if self.transport.poll(start.room) != "open":  # aborted
                 del self.prefill[rid]
                 self.scheduler.abort(rid)
+                self.allocator.free(self.last_pages.take(rid))
 
     def send(self, outputs: Sequence[StepOutput]) -> None:
         """After a step: send what is computed, and unlock what has arrived."""
         for output in outputs:
             if output.finished_reason is not None and output.rid in self.prefill:
-                self._send(self.prefill.pop(output.rid), output.finished_reason)
+                self._send(self.prefill.pop(output.rid), output, output.finished_reason)
         for room in [room for room in self.in_flight if self.transport.poll(room) != "open"]:
-            node = self.in_flight.pop(room)
-            if node is not None:
-                self.tree.dec_lock_ref(node)
+            sent = self.in_flight.pop(room)
+            if sent.node is not None:
+                self.tree.dec_lock_ref(sent.node)
+            self.allocator.free(sent.last_page)
 
     # --8<-- [end:prefill-turn]
 
-    def _start(self, start: Start | Failed) -> None:
+    def _start(self, start: Message) -> None:
         assert isinstance(start, Start)
         rid = self.name + start.room
         self.transport.open_sender(start.room)
-        self.prefill[rid] = start
-        params = SamplingParams(temperature=0.0, max_new_tokens=1)
-        req = Req(rid, start.input_ids, params, seed=0, extra_key=start.extra_key)
         try:
+            req = req_of(start.request, self.grammars)
+            params = req.sampling_params
+            lengths = {name: min(getattr(params, name), 1) for name in ("min_new_tokens", "max_new_tokens")}
+            req.rid, req.sampling_params = rid, params.updated(**lengths)
             self.scheduler.add_request(req)
         except ValueError as error:
-            self._send(self.prefill.pop(rid), FinishError(str(error)))
+            self._fail(start.room, FinishError(str(error)))
+            return
+        self.prefill[rid] = start
+        self.last_pages.wanted.add(rid)
 
-    def _send(self, start: Start, reason: FinishReason) -> None:
-        num_tokens = (start.first_page + len(start.target_pages)) * self.page_size
-        match = self.tree.match_prefix(RadixKey(start.input_ids[:num_tokens], start.extra_key))
-        if len(match.device_indices) < num_tokens:  # it failed, or the cache did not keep it
-            self.transport.post(_encode(Failed(start.room, f"the prefill engine has no KV: {reason}")))
-            self.transport.abort(start.room)
-            self.in_flight[start.room] = None
+    def _send(self, start: Start, output: StepOutput, reason: FinishReason) -> None:
+        page_size, ids, extra_key = (
+            self.allocator.page_size, start.request.input_ids, start.request.extra_key
+        )  # fmt: skip
+        last_page = self.last_pages.take(output.rid)
+        match = self.tree.match_prefix(RadixKey(ids, extra_key))
+        slots = torch.cat([match.device_indices, last_page])
+        pages = (slots[::page_size] // page_size).tolist()[start.first_page :]
+        if len(slots) != len(ids) or len(pages) != len(start.target_pages):
+            self.allocator.free(last_page)  # it failed, or the cache did not keep it
+            self._fail(start.room, reason)
             return
         self.tree.inc_lock_ref(match.last_node)
-        self.in_flight[start.room] = match.last_node
-        slots = match.device_indices[start.first_page * self.page_size :: self.page_size]
-        self.transport.send(start.room, (slots // self.page_size).tolist(), start.target_pages)
+        self.in_flight[start.room] = Sent(match.last_node, last_page)
+        output.finished_reason = None  # whether it ends the request is known where all its limits are
+        self.transport.post(_encode(Computed(start.room, output)))
+        self.transport.send(start.room, pages, start.target_pages)
+
+    def _fail(self, room: str, reason: FinishReason) -> None:
+        message = f"the prefill engine has no KV: {getattr(reason, 'message', reason)}"
+        self.transport.post(_encode(Failed(room, message, getattr(reason, "status", 503))))
+        self.transport.abort(room)
+        self.in_flight[room] = Sent(None, NO_SLOTS)
 
 
 class PrefillEngines(Protocol):
@@ -188,17 +228,20 @@ class Transfer:
     locked: Any
     slots: torch.Tensor
     since: float
+    first: StepOutput | None = None
     reason: str = "the prefill engine has ended"
+    status: int = 503
     is_wanted: bool = True  # False: its request was aborted
 
 
 class DecodeSide(Scheduler):
     """The scheduler of the decode engine, whose prompts the prefill engine computes."""
 
-    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, vocab_size: int, context_len: int,
-                 prefill_engines: PrefillEngines) -> None:  # fmt: skip
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+                 vocab_size: int, context_len: int, prefill_engines: PrefillEngines) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.parts = parts
+        self.grammars = grammars
         self.vocab_size = vocab_size
         self.context_len = context_len
         self.prefill_engines = prefill_engines
@@ -216,6 +259,8 @@ class DecodeSide(Scheduler):
         rids += [transfer.req.rid for transfer in self.transfers.values() if transfer.is_wanted]
         if req.rid in rids or req.rid in self.scheduled:
             raise ValueError(f"request id {req.rid!r} is in use")
+        if req.logit_processor is not None:
+            raise ValueError("custom logit processors do not work here: the prefill engine samples, too")
         admit(req, self.vocab_size, self.context_len, self.parts.allocator.size)
         self.waiting.append(req)
 
@@ -238,13 +283,13 @@ class DecodeSide(Scheduler):
 
     # --8<-- [start:decode-step]
     def step(self) -> list[StepOutput]:
-        for transport in self.prefill_engines.transports():
-            for message in transport.messages():
-                self._has_failed(transport, _decode(message))
         while self.waiting and self._allocate(self.waiting[0]):
             self.waiting.pop(0)
-        for room in list(self.transfers):
-            status = self.transfers[room].transport.poll(room)
+        found = {room: transfer.transport.poll(room) for room, transfer in self.transfers.items()}
+        for transport in self.prefill_engines.transports():
+            for message in transport.messages():  # read after the polls: they come ahead of the pages
+                self._hear(transport, _decode(message))
+        for room, status in found.items():
             if status != "open":
                 self._take(room, self.transfers.pop(room), status == "done")
         # --8<-- [end:decode-step]
@@ -261,10 +306,14 @@ class DecodeSide(Scheduler):
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def _has_failed(self, transport: Transport, failed: Start | Failed) -> None:
-        transfer = self.transfers.get(failed.room)
-        if isinstance(failed, Failed) and transfer is not None and transfer.transport is transport:
-            transfer.reason = failed.reason
+    def _hear(self, transport: Transport, message: Message) -> None:
+        transfer = self.transfers.get(message.room)
+        if transfer is None or transfer.transport is not transport:
+            return
+        if isinstance(message, Failed):
+            transfer.reason, transfer.status = message.reason, message.status
+        elif isinstance(message, Computed):
+            transfer.first = message.first
 
     def _allocate(self, req: Req) -> bool:
         """Open a room for the prompt, or schedule it if it is cached. False: there is no memory, or an engine
@@ -273,14 +322,14 @@ class DecodeSide(Scheduler):
         page_size, prompt = allocator.page_size, req.origin_input_ids
         needed = num_pages_of(len(prompt) + req.max_new_tokens, page_size)
         needed = min(needed, allocator.size // page_size)  # KV of the last token is never needed
-        if sum(self.reserved.values()) + needed > allocator.size // page_size:
+        is_full = sum(self.reserved.values()) + needed > allocator.size // page_size
+        if is_full or len(self.reserved) == self.parts.req_to_token_pool.size:
             return False
         self._num_rooms += 1
         room = f"{self._num_rooms} {req.rid}"
-        num_tokens = round_down_to_page(len(prompt) - 1, page_size)  # the last token is computed here
+        num_tokens = round_down_to_page(len(prompt) - 1, page_size)
         prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
-        num_missing = num_tokens - len(prefix)
-        if num_missing == 0:
+        if len(prefix) == num_tokens:  # all but the last page, which is computed here
             self.reserved[room] = needed
             self._schedule(req, room)
             return True
@@ -293,31 +342,33 @@ class DecodeSide(Scheduler):
             return True
         self.reserved[room] = needed
         tree.inc_lock_ref(node)
+        num_missing = round_up_to_page(len(prompt), page_size) - len(prefix)
         has_room = evict_for(num_missing, tree, allocator)
         assert has_room, "less memory than is reserved"
         slots = allocator.alloc(num_missing)
         assert slots is not None
         pages = (slots[::page_size] // page_size).tolist()
         transport.open_receiver(room, pages)
-        start = Start(room, prompt, req.extra_key, len(prefix) // page_size, pages)
-        transport.post(_encode(start))
+        request = request_of(req, self.grammars)
+        transport.post(_encode(Start(room, request, len(prefix) // page_size, pages)))
         self.transfers[room] = Transfer(req, transport, prefix, node, slots, self.parts.clock())
         return True
 
+    # --8<-- [start:take-a-prompt]
     def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
         """Take the pages of a room that the transport has ended; this engine alone owns them."""
-        tree, req, slots = self.parts.tree_cache, transfer.req, transfer.slots
-        num_unused = len(slots)
-        if is_done:
-            all_slots = torch.cat([transfer.prefix, slots])
-            key = RadixKey(req.origin_input_ids[: len(all_slots)], req.extra_key)
-            num_unused = tree.insert(key, all_slots).prefix_len - len(transfer.prefix)  # cached meanwhile
-        tree.dec_lock_ref(transfer.locked)
-        if num_unused > 0:
-            self.parts.allocator.free(slots[:num_unused])
-        if is_done and transfer.is_wanted:
-            self._schedule(req, room)
+        req, first = transfer.req, transfer.first
+        if is_done and transfer.is_wanted and first is not None:
+            slots = torch.cat([transfer.prefix, transfer.slots])
+            req.prefix_indices = slots[: len(req.origin_input_ids)]
+            req.last_node, req.cache_protected_len = transfer.locked, len(transfer.prefix)
+            self.moved.discard(req.rid)
+            self.scheduled[req.rid] = room
+            self.scheduler.add_computed(req, first)
             return
+        # --8<-- [end:take-a-prompt]
+        self.parts.tree_cache.dec_lock_ref(transfer.locked)
+        self.parts.allocator.free(transfer.slots)
         del self.reserved[room]
         if not transfer.is_wanted:
             return
@@ -326,7 +377,7 @@ class DecodeSide(Scheduler):
             self.moved.add(req.rid)
             self.waiting.insert(0, req)
         else:
-            self._end(req, FinishError(transfer.reason, 503))
+            self._end(req, FinishError(transfer.reason, transfer.status))
 
     def _schedule(self, req: Req, room: str) -> None:
         self.moved.discard(req.rid)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from diptych.reference.parallel.disaggregation import POLL_SECONDS, DecodeSide, PrefillEngines, PrefillSide
+from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler, SchedulerParts, SchedulerState, SchedulerStats, Transport
 from diptych.shared.parallel.channel import Channel, Listener, connect, verified
 from diptych.shared.types import Req, StepOutput
@@ -32,11 +33,11 @@ MakeTransport = Callable[[Channel], Transport]
 class PrefillServer(Scheduler):
     """The scheduler of a prefill server. Its requests come from decode servers alone."""
 
-    def __init__(
-        self, scheduler: Scheduler, parts: SchedulerParts, make: MakeTransport, listener: Listener
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+                 make: MakeTransport, listener: Listener) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.parts = parts
+        self.grammars = grammars
         self.make = make
         self.listener = listener
         self.port = listener.port
@@ -50,7 +51,8 @@ class PrefillServer(Scheduler):
         while not self._joined.empty():
             self._num_joined += 1
             name = f"{self._num_joined}/"
-            self.sides.append(PrefillSide(self.scheduler, self.parts, self._joined.get(), name))
+            joined = self._joined.get()
+            self.sides.append(PrefillSide(self.scheduler, self.parts, self.grammars, joined, name))
         for side in self.sides:
             side.receive()
         outputs = self.scheduler.step() if self.scheduler.has_work() else []

@@ -137,6 +137,15 @@ class Scheduler(ABC):
         If the queue is full (max_queued_requests), the new request ends with FinishAbort(status=503) in the
         next step's output; with priority scheduling a waiting request of strictly lower priority, if any."""
 
+    def add_computed(self, req: Req, first: StepOutput) -> None:
+        """Add a request whose prompt another engine has computed: it runs, and no token of the prompt is
+        computed here. `first` is the output of that engine, with the first token (and log-probabilities, or
+        the embedding); it is reported by the next step. The caller gives up its slots of the prompt's KV,
+        `req.prefix_indices`, and its lock of `req.last_node`, which has the first `req.cache_protected_len`
+        of them. A row must be free, and memory for the prompt and the longest answer must be kept free: it
+        is the caller who admits. Raises `ValueError` as `add_request` does for an id in use."""
+        raise ValueError(f"{type(self).__name__} cannot continue prompts of another engine")
+
     @abstractmethod
     def abort(self, rid: str) -> bool:
         """End a request, in any state, with FinishAbort in the next step's output (a token in flight is

@@ -79,11 +79,7 @@ class Lifecycle:
     # ---- requests come ----
 
     def add(self, req: Req) -> None:
-        if req.rid in self.live or any(req.rid == output.rid for output in self.outputs):
-            raise ValueError(f"request id {req.rid!r} is in use")
-        admit(req, self.vocab_size, self.context_len, self.parts.allocator.size)
-        req.arrival_time = req.queue_start_time = self.parts.clock()
-        self.live[req.rid] = req
+        self._register(req)
         self.waiting_queue.append(req)
         if self.config.enable_priority_scheduling:
             self.batch_is_full = False  # it may preempt
@@ -92,6 +88,33 @@ class Lifecycle:
             reason = FinishAbort(f"the queue is full ({limit} waiting)", 503)
             self.finish(turned_away(self.waiting_queue, self.config), reason)
 
+    # --8<-- [start:add-computed]
+    def add_computed(self, req: Req, first: StepOutput) -> None:
+        """Let a request run whose prompt has KV: as after the prefill step of an ordinary one."""
+        self._register(req)
+        rows = self.parts.req_to_token_pool.alloc(1)
+        assert rows is not None, "no row for a request: the caller admits it"
+        req.req_pool_idx = rows[0]
+        self.parts.req_to_token_pool.write(rows[0], 0, req.prefix_indices)
+        req.fill_ids = req.origin_input_ids
+        req.kv_matched_len = req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
+        req.input_logprobs, req.embedding = first.input_logprobs, first.embedding
+        self._count(req, max(first.num_cached_tokens, req.cache_protected_len))
+        self.parts.tree_cache.cache_unfinished_req(req)
+        for feature in self.features:
+            feature.have_joined([req], self.running)
+        self.running.append(req)
+        self.append_tokens(req, first.new_token_ids, first.output_logprobs)
+
+    # --8<-- [end:add-computed]
+
+    def _register(self, req: Req) -> None:
+        if req.rid in self.live or any(req.rid == output.rid for output in self.outputs):
+            raise ValueError(f"request id {req.rid!r} is in use")
+        admit(req, self.vocab_size, self.context_len, self.parts.allocator.size)
+        req.arrival_time = req.queue_start_time = self.parts.clock()
+        self.live[req.rid] = req
+
     def has_work(self) -> bool:
         return bool(self.live or self.outputs)
 
@@ -99,10 +122,13 @@ class Lifecycle:
         """Count the requests that are in a batch for the first time."""
         for req in reqs:
             if req.run_start_time is None:  # a retracted request has counted
-                req.run_start_time = self.parts.clock()
-                req.num_cached_tokens = len(req.prefix_indices)
-                self.num_prompt_tokens += len(req.origin_input_ids)
-                self.num_cached_tokens += req.num_cached_tokens
+                self._count(req, len(req.prefix_indices))
+
+    def _count(self, req: Req, num_cached_tokens: int) -> None:
+        req.run_start_time = self.parts.clock()
+        req.num_cached_tokens = num_cached_tokens
+        self.num_prompt_tokens += len(req.origin_input_ids)
+        self.num_cached_tokens += num_cached_tokens
 
     # ---- their tokens, and their end ----
 

@@ -55,7 +55,11 @@ READERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
     "ranks of a launcher": (launcher._decode, [encode(launcher.Hello(1, {"tp": 2}, "/a"))]),
     "prompts to prefill": (
         disaggregation._decode,
-        [encode(disaggregation.Start("r", [1, 2], None, 0, [1])), encode(disaggregation.Failed("r", "a"))],
+        [
+            encode(disaggregation.Start("r", REQUEST, 0, [1])),
+            encode(disaggregation.Computed("r", StepOutput("r", [1], 1))),
+            encode(disaggregation.Failed("r", "a")),
+        ],
     ),
     "requests to the engine": (
         messages.decode_to_engine,

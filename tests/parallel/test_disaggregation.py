@@ -30,7 +30,15 @@ from diptych.shared.engine.processes.child import Child
 from diptych.shared.engine.processes.disaggregated import transport_of
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
-from diptych.shared.types import FinishAbort, FinishError, Req
+from diptych.shared.types import (
+    FinishAbort,
+    FinishError,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SamplingParams,
+)
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
 SECONDS = 20.0
@@ -40,10 +48,10 @@ TRANSPORTS = ["reference", "shared_memory"]
 class Pair:
     """Both engines in this process. `hold()` keeps the transport from reading the pages of the sender."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        config = config.updated(check_invariants=False)
+    def __init__(self, config: EngineConfig, **flags_of_prefill: Any) -> None:
+        config = config.updated(check_invariants=False, disaggregation=True)
         transport_class = transport_of(config)
-        self.prefill, self.decode = assemble(config), assemble(config)
+        self.prefill, self.decode = assemble(config.updated(**flags_of_prefill)), assemble(config)
         self.gate, self.is_copying = threading.Event(), threading.Event()
         self.gate.set()
         pool = self.prefill.kv_pool
@@ -60,11 +68,14 @@ class Pair:
         self.sender: Any = sender
         self.receiver: Any = receiver
         pool.k_buffer = gated  # type: ignore[method-assign]
-        self.prefill_side = PrefillSide(self.prefill.scheduler, self.prefill.parts, sender)
+        self.prefill_side = PrefillSide(
+            self.prefill.scheduler, self.prefill.parts, self.prefill.grammars, sender
+        )
         decode = self.decode
         self.decode_side = DecodeSide(
             decode.scheduler,
             decode.parts,
+            decode.grammars,
             decode.model_config.vocab_size,
             decode.config.context_len,
             OnePrefillEngine(receiver),
@@ -108,8 +119,8 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair_of(config: EngineConfig) -> Iterator[Pair]:
-    pair = Pair(config)
+def pair_of(config: EngineConfig, **flags_of_prefill: Any) -> Iterator[Pair]:
+    pair = Pair(config, **flags_of_prefill)
     try:
         yield pair
     finally:
@@ -156,6 +167,86 @@ def test_two_engines_answer_as_one(folders: dict[str, str], transport: str, flag
                 for found, wanted in zip(req.input_logprobs, alone.input_logprobs):
                     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         pair.finish()
+
+
+@pytest.mark.parametrize("scheduler", ["reference", "optimized"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_no_token_of_a_prompt_is_computed_twice(
+    folders: dict[str, str], scheduler: str, page_size: int
+) -> None:
+    config = make_config(folders["llama"], use={"scheduler": scheduler}, page_size=page_size)
+    expected = expected_of(config)
+    with pair_of(config) as pair:
+        runner, modes = pair.decode.parts.model_runner, set()
+        forward = runner.forward
+
+        def noting(batch: ForwardBatch) -> LogitsOutput:
+            modes.add(batch.forward_mode)
+            return forward(batch)
+
+        runner.forward = noting  # type: ignore[method-assign]
+        reqs = requests()
+        for req in reqs:
+            pair.decode_side.add_request(req)
+        pair.finish()
+        assert modes == {ForwardMode.DECODE}
+        assert output_ids(reqs) == output_ids(expected)
+        for req, alone in zip(reqs, expected):
+            found, wanted = (each.input_logprobs[1:] + each.output_logprobs for each in (req, alone))
+            assert [one.token_id for one in found] == [one.token_id for one in wanted]
+            logprobs = [one.logprob for one in wanted]
+            assert [one.logprob for one in found] == pytest.approx(logprobs, abs=1e-4)
+        assert [req.num_cached_tokens for req in reqs] == [0] * len(reqs)
+
+
+def test_what_the_first_token_decides(folders: dict[str, str]) -> None:
+    """It may end the request; stop tokens are banned in it; there may be none."""
+    config = config_of(folders, "reference")
+    first = expected_of(config)[0].output_ids[0]
+    params: list[dict[str, Any]] = [
+        {"max_new_tokens": 1},
+        {"stop_token_ids": [first]},
+        {"stop_token_ids": [first], "min_new_tokens": 2},
+        {"max_new_tokens": 0, "logprob_start_len": 0, "return_logprob": True},
+        {"logit_bias": {first: -100.0}},
+    ]
+
+    usual = {"temperature": 0.0, "max_new_tokens": 3}
+
+    def asked() -> list[Req]:
+        return [
+            Req(f"a{i}", requests()[0].origin_input_ids, SamplingParams(**usual | given), seed=0)
+            for i, given in enumerate(params)
+        ]
+
+    alone, apart = assemble(config), asked()
+    expected = asked()
+    for req in expected:
+        alone.scheduler.add_request(req)
+        while alone.scheduler.has_work():
+            alone.scheduler.step()
+    with pair_of(config) as pair:
+        for req in apart:
+            pair.decode_side.add_request(req)
+            pair.finish()  # flushes both caches
+        assert output_ids(apart) == output_ids(expected)
+        assert [req.finished_reason for req in apart] == [req.finished_reason for req in expected]
+        assert [len(req.input_logprobs) for req in apart] == [len(req.input_logprobs) for req in expected]
+
+
+def test_a_prefill_engine_whose_memory_is_in_flight(folders: dict[str, str]) -> None:
+    """The next prompt waits until the transport has read the one before."""
+    with pair_of(config_of(folders, "reference"), max_total_tokens=32) as pair:
+        reqs = requests()[3:]
+        for req in reqs:
+            pair.decode_side.add_request(req)
+        pair.gate.clear()
+        pair.until(pair.is_copying.is_set)
+        for _ in range(5):
+            pair.prefill_side.turn()
+        assert len(pair.prefill_side.prefill) == 1
+        pair.finish()
+        assert [len(req.output_ids) for req in reqs] == [11, 11]
 
 
 STATES = ["waiting", "allocated", "prefill", "copying", "scheduled"]
@@ -347,13 +438,13 @@ def test_ends_whose_pages_differ_close_the_connection(name: str) -> None:
     assert [end.fileno() for end in ends] == [-1, -1]
 
 
-def _unlocks_at_send(self: PrefillSide, start: Any, reason: Any) -> None:
+def _unlocks_at_send(self: PrefillSide, *arguments: Any) -> None:
     """The prompt may be evicted while the transport reads it."""
-    SEND(self, start, reason)
-    node = self.in_flight.get(start.room)
-    if node is not None:
-        self.tree.dec_lock_ref(node)
-        self.in_flight[start.room] = None
+    SEND(self, *arguments)
+    for sent in self.in_flight.values():
+        if sent.node is not None:
+            self.tree.dec_lock_ref(sent.node)
+            sent.node = None
 
 
 SEND = PrefillSide._send

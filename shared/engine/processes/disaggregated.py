@@ -45,6 +45,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     scheduler = disaggregation.DecodeSide(
         assembly.scheduler,
         assembly.parts,
+        assembly.grammars,
         assembly.model_config.vocab_size,
         assembly.config.context_len,
         disaggregation.OnePrefillEngine(transport),
@@ -69,7 +70,7 @@ def _prefill(config: EngineConfig, connection: socket.socket, pipe: Channel) -> 
         inbox.start()
         transport = transport_of(config)(connection, assembly.kv_pool)
         module = registry.load_part("disaggregation")
-        side = module.PrefillSide(assembly.scheduler, assembly.parts, transport)
+        side = module.PrefillSide(assembly.scheduler, assembly.parts, assembly.grammars, transport)
         while not side.is_done:
             if not side.turn():
                 time.sleep(module.POLL_SECONDS)

@@ -105,7 +105,7 @@ def apply(call: Call, scheduler: Scheduler, grammars: GrammarCompiler, engine: o
     call adds one."""
     if call.method == "add_request":
         assert call.request is not None
-        req = _req(call.request, grammars)
+        req = req_of(call.request, grammars)
         with contextlib.suppress(ValueError):  # rank 0 refuses it too
             scheduler.add_request(req)
         return req
@@ -119,7 +119,8 @@ def apply(call: Call, scheduler: Scheduler, grammars: GrammarCompiler, engine: o
     return None
 
 
-def _req(request: Request, grammars: GrammarCompiler) -> Req:
+def req_of(request: Request, grammars: GrammarCompiler) -> Req:
+    """The request in another process."""
     req = Req(
         rid=request.rid,
         origin_input_ids=request.input_ids,

@@ -33,12 +33,13 @@ def split_scheduler(assembly: Assembly) -> Scheduler:
             listener = Listener(host, secret, port)
         except OSError as error:
             raise ValueError(f"disaggregation: cannot listen on {host}:{port}: {error.strerror}") from None
-        scheduler = servers.PrefillServer(assembly.scheduler, parts, make, listener)
+        scheduler = servers.PrefillServer(assembly.scheduler, parts, assembly.grammars, make, listener)
         return scheduler
     known = config.prefill_servers.split(",") if config.prefill_servers else ()
     scheduler = servers.DecodeServer(
         assembly.scheduler,
         parts,
+        assembly.grammars,
         assembly.model_config.vocab_size,
         config.context_len,
         servers.PrefillServers(make, secret, known),

@@ -25,6 +25,14 @@ bug("ProcessingFailsAlone",
      "self.process_batch_result(oldest, self.decoding.finish(oldest, outputs))\n"))
 bug("ChunksKeepTheirKV", "What was computed of a long prompt is used with other weights.",
     ("shared.scheduling.lifecycle", "*([self.chunked_req] if self.chunked_req is not None else [])", "*[]"))
+bug("TakesTheFirstTokenForThePrompts",
+    "The first token of a prompt from another engine is written over the prompt's last one.",
+    ("shared.scheduling.lifecycle", "req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)",
+     "req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids) - 1"))
+bug("PromptsOfOthersAreNotCached", "A prompt from another engine enters the cache when its request ends.",
+    ("shared.scheduling.lifecycle", "        self.parts.tree_cache.cache_unfinished_req(req)\n", ""))
+bug("FullForEver", "Memory that no request had comes back, and nothing tries again.",
+    ("scheduler", "has_no_room and bool(requests.running)", "has_no_room"))
 bug("CachesWhatFailed", "KV of a request that ends with an error stays in the cache.",
     ("shared.scheduling.lifecycle", "is_insert=not isinstance(reason, FinishError)", "is_insert=True"))
 bug("FormingFailsAlone", "An error while a batch is formed leaves slots that no request owns.",

@@ -42,6 +42,10 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
     ("beside_model:Lora", lambda plan: plan.config.lora_paths or plan.config.max_loras_per_batch),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),
+    (
+        "split:Prefill",
+        lambda plan: plan.config.disaggregation or plan.config.disaggregation_mode == "prefill",
+    ),
     ("host_tier:HostTier", lambda plan: plan.config.hicache_tokens is not None),
 )
 """file:class of each feature -> whether an engine has it, in the order in which they add what they add"""

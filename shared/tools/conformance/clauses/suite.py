@@ -29,6 +29,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "scheduler.constraints",
         "scheduler.failures",
         "scheduler.faults",
+        "scheduler.other_engines",
         "scheduler.speculation",
         "scheduler.speculation_limits",
         "scheduler.speculation_ahead",

@@ -121,6 +121,7 @@ class SchedulerHarness:
             context_len,
             is_spread,
         )
+        self.kv_pool = LedgerKVPool(self.model_runner)
         if self.drafter is not None:
             self.drafter.allocate(self.req_to_token_pool, pool_tokens + page_size)
         self.sampler = component("sampler")()
@@ -147,7 +148,7 @@ class SchedulerHarness:
             clock=self.clock,
             drafter=self.drafter,
             draft_tree=component("draft_tree")() if self.drafter is not None else None,
-            kv_pool=LedgerKVPool(self.model_runner),  # type: ignore[arg-type]
+            kv_pool=self.kv_pool,  # type: ignore[arg-type]
         )
 
     def submit(

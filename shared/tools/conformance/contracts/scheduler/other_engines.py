@@ -1,0 +1,98 @@
+"""Clauses of the scheduler: prompts that another engine has computed, and memory that it still reads."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.shared.interfaces import RadixKey, Scheduler
+from diptych.shared.scheduling.pages import round_down_to_page, round_up_to_page
+from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
+from diptych.shared.tools.conformance.clauses.clause import contract
+from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.contracts.scheduler.schedules import harness_for
+from diptych.shared.tools.conformance.oracles.ledger import expected_tokens
+from diptych.shared.tools.conformance.oracles.scheduler_harness import VOCAB_SIZE, SchedulerHarness
+from diptych.shared.types import FinishLength, Req, SamplingParams, StepOutput
+
+PROMPT = [5, 17, 3, 3, 42, 8, 1, 9, 30, 2]
+
+
+@contract(
+    "A prompt that another engine has computed runs at once: none of its tokens is computed, and its KV is "
+    "cached.",
+    table(
+        "page_size num_cached num_cached_meanwhile num_tokens",
+        *(
+            (f"page {page_size}, {cached} cached, {meanwhile} meanwhile, {num_tokens} tokens",
+             page_size, cached, meanwhile, num_tokens)
+            for page_size, cached, meanwhile, num_tokens in (
+                (1, 0, 0, 6), (4, 0, 0, 6), (4, 4, 0, 6), (1, 3, 8, 6), (4, 0, 8, 6), (4, 4, 0, 1)
+            )
+        ),
+    ),
+)  # fmt: skip
+def computed_elsewhere(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl, page_size=case.page_size)
+    _cache(harness, case.num_cached)
+    there = harness.submit(PROMPT, 9, extra_key="another engine")
+    while not harness.tokens[there]:
+        harness.step()
+    tree, allocator, num_prompt = harness.tree_cache, harness.allocator, len(PROMPT)
+    match = tree.match_prefix(RadixKey(PROMPT[: round_down_to_page(num_prompt - 1, case.page_size)]))
+    tree.inc_lock_ref(match.last_node)
+    prefix = match.device_indices
+    slots = allocator.alloc(round_up_to_page(num_prompt, case.page_size) - len(prefix))
+    slots = torch.cat([prefix, slots])[:num_prompt]
+    source = harness.req_to_token_pool.read(harness.reqs[there].req_pool_idx, 0, num_prompt)
+    harness.kv_pool.move(slots[len(prefix) :], source[len(prefix) :])
+    _cache(harness, case.num_cached_meanwhile, is_checked=False)
+    harness.scheduler.abort(there)
+    while there not in harness.ended:
+        for output in harness.scheduler.step():
+            if output.finished_reason is not None:
+                harness.ended[output.rid] = output.finished_reason
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=case.num_tokens)
+    req = Req("here", PROMPT, params, seed=0, prefix_indices=slots, last_node=match.last_node)
+    req.cache_protected_len = len(prefix)
+    harness.reqs["here"], harness.tokens["here"], harness.logprobs["here"] = req, [], []
+    first = expected_tokens(PROMPT, 1, VOCAB_SIZE)
+    num_before = harness.model_runner.num_computed_tokens
+    harness.scheduler.add_computed(req, StepOutput("here", first, 1))
+    found = tree.match_prefix(RadixKey(PROMPT)).device_indices
+    expect_equal("cached tokens", len(found), round_down_to_page(num_prompt, case.page_size))
+    harness.run()
+    harness.expect("here", case.num_tokens)
+    expect_equal("its reason", harness.ended["here"], FinishLength(case.num_tokens))
+    num_computed = harness.model_runner.num_computed_tokens - num_before
+    expect_equal("computed tokens", num_computed, case.num_tokens - 1)
+    harness.expect_idle()
+
+
+def _cache(harness: SchedulerHarness, num_tokens: int, is_checked: bool = True) -> None:
+    """Let a request cache the beginning of the prompt. is_checked: every slot has an owner."""
+    if num_tokens:
+        rid = harness.submit(PROMPT[:num_tokens], 1)
+        if is_checked:
+            harness.run()
+        while rid not in harness.ended and not harness.reqs[rid].finished:
+            harness.scheduler.step()
+
+
+@contract("A prompt that does not fit runs as soon as memory comes back that no request had.", EXAMPLE)
+def memory_comes_back(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl, pool_tokens=32, context_len=64)
+    first = harness.submit(PROMPT * 2, 1)
+    harness.run()
+    tree = harness.tree_cache
+    node = tree.match_prefix(RadixKey(PROMPT * 2)).last_node
+    tree.inc_lock_ref(node)  # a transport reads it
+    rid = harness.submit([1, *PROMPT, *PROMPT], 3)
+    for _ in range(3):
+        harness.scheduler.step()
+    expect_equal("tokens without memory", harness.reqs[rid].output_ids, [])
+    tree.dec_lock_ref(node)
+    harness.run(max_steps=20)
+    harness.expect(first, 1)
+    harness.expect(rid, 3)
+    harness.expect_idle()
