@@ -23,12 +23,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import torch
 
-from diptych.shared.engine.processes.input_log import Request, req_of, request_of
+from diptych.reference.parallel.prompt_messages import Computed, Failed, Message, Start, decode, encode
+from diptych.shared.engine.processes.input_log import req_of, request_of
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
     RadixKey,
@@ -38,7 +38,6 @@ from diptych.shared.interfaces import (
     SchedulerStats,
     Transport,
 )
-from diptych.shared.parallel.channel import decoder
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.scheduling.last_pages import LastPages
 from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page, round_up_to_page
@@ -49,39 +48,6 @@ TIME_LIMIT = 300.0
 """Time limit of a transfer in seconds, after which the connection to the other engine is closed."""
 POLL_SECONDS = 0.001
 """Seconds that a turn waits if there is nothing to compute."""
-
-
-Page = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Start(msgspec.Struct, tag=True):
-    """A message: compute a prompt and the first token, and send the KV from page `first_page` on to these
-    pages."""
-
-    room: str
-    request: Request
-    first_page: Page
-    target_pages: list[Page]
-
-
-class Computed(msgspec.Struct, tag=True):
-    """A message, ahead of the pages: the output of the request's first step."""
-
-    room: str
-    first: StepOutput
-
-
-class Failed(msgspec.Struct, tag=True):
-    """A message: why the prefill engine has aborted a room."""
-
-    room: str
-    reason: str
-    status: int = 503
-
-
-Message = Start | Computed | Failed
-_encode = msgspec.msgpack.Encoder().encode
-_decode = decoder(Message)
 
 
 @dataclass
@@ -128,7 +94,7 @@ class PrefillSide:
     def receive(self) -> None:
         """Before a step: take new prompts, and drop those that were aborted."""
         for message in self.transport.messages():
-            self._start(_decode(message))
+            self._start(decode(message))
         for rid, start in list(self.prefill.items()):
             if self.transport.poll(start.room) != "open":  # aborted
                 del self.prefill[rid]
@@ -179,12 +145,12 @@ class PrefillSide:
         self.tree.inc_lock_ref(match.last_node)
         self.in_flight[start.room] = Sent(match.last_node, last_page)
         output.finished_reason = None  # whether it ends the request is known where all its limits are
-        self.transport.post(_encode(Computed(start.room, output)))
+        self.transport.post(encode(Computed(start.room, output)))
         self.transport.send(start.room, pages, start.target_pages)
 
     def _fail(self, room: str, reason: FinishReason) -> None:
         message = f"the prefill engine has no KV: {getattr(reason, 'message', reason)}"
-        self.transport.post(_encode(Failed(room, message, getattr(reason, "status", 503))))
+        self.transport.post(encode(Failed(room, message, getattr(reason, "status", 503))))
         self.transport.abort(room)
         self.in_flight[room] = Sent(None, NO_SLOTS)
 
@@ -288,7 +254,7 @@ class DecodeSide(Scheduler):
         found = {room: transfer.transport.poll(room) for room, transfer in self.transfers.items()}
         for transport in self.prefill_engines.transports():
             for message in transport.messages():  # read after the polls: they come ahead of the pages
-                self._hear(transport, _decode(message))
+                self._hear(transport, decode(message))
         for room, status in found.items():
             if status != "open":
                 self._take(room, self.transfers.pop(room), status == "done")
@@ -350,11 +316,10 @@ class DecodeSide(Scheduler):
         pages = (slots[::page_size] // page_size).tolist()
         transport.open_receiver(room, pages)
         request = request_of(req, self.grammars)
-        transport.post(_encode(Start(room, request, len(prefix) // page_size, pages)))
+        transport.post(encode(Start(room, request, len(prefix) // page_size, pages)))
         self.transfers[room] = Transfer(req, transport, prefix, node, slots, self.parts.clock())
         return True
 
-    # --8<-- [start:take-a-prompt]
     def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
         """Take the pages of a room that the transport has ended; this engine alone owns them."""
         req, first = transfer.req, transfer.first
@@ -366,7 +331,6 @@ class DecodeSide(Scheduler):
             self.scheduled[req.rid] = room
             self.scheduler.add_computed(req, first)
             return
-        # --8<-- [end:take-a-prompt]
         self.parts.tree_cache.dec_lock_ref(transfer.locked)
         self.parts.allocator.free(transfer.slots)
         del self.reserved[room]

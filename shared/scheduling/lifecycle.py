@@ -90,7 +90,7 @@ class Lifecycle:
 
     # --8<-- [start:add-computed]
     def add_computed(self, req: Req, first: StepOutput) -> None:
-        """Let a request run whose prompt has KV: as after the prefill step of an ordinary one."""
+        """Let a request run whose prompt has KV, as after a prefill step."""
         self._register(req)
         rows = self.parts.req_to_token_pool.alloc(1)
         assert rows is not None, "no row for a request: the caller admits it"

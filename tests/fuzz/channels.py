@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from diptych.reference.parallel import disaggregation, shared_memory_transport, transport
+from diptych.reference.parallel import prompt_messages, shared_memory_transport, transport
 from diptych.shared.engine.processes import child_messages, input_log, launcher
 from diptych.shared.engine.processes.child_messages import Ready, Report, StepReport, step_report
 from diptych.shared.engine.processes.input_log import Call
@@ -54,11 +54,11 @@ READERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
     "tensors": (unpack, [pack([torch.arange(6).view(2, 3), None, torch.rand(2)])]),
     "ranks of a launcher": (launcher._decode, [encode(launcher.Hello(1, {"tp": 2}, "/a"))]),
     "prompts to prefill": (
-        disaggregation._decode,
+        prompt_messages.decode,
         [
-            encode(disaggregation.Start("r", REQUEST, 0, [1])),
-            encode(disaggregation.Computed("r", StepOutput("r", [1], 1))),
-            encode(disaggregation.Failed("r", "a")),
+            encode(prompt_messages.Start("r", REQUEST, 0, [1])),
+            encode(prompt_messages.Computed("r", StepOutput("r", [1], 1))),
+            encode(prompt_messages.Failed("r", "a")),
         ],
     ),
     "requests to the engine": (

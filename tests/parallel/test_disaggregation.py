@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,127 +14,23 @@ import torch
 
 from diptych.reference.parallel.disaggregation import (
     DecodeSide,
-    Failed,
-    OnePrefillEngine,
     PrefillSide,
-    _encode,
 )
+from diptych.reference.parallel.prompt_messages import Failed, encode
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child
-from diptych.shared.engine.processes.disaggregated import transport_of
-from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
 from diptych.shared.types import (
     FinishAbort,
     FinishError,
-    ForwardBatch,
-    ForwardMode,
-    LogitsOutput,
     Req,
-    SamplingParams,
 )
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.engine_pair import SECONDS, Pair, config_of, expected_of, output_ids, pair_of
+from tests.parallel.tiny_ranks import requests
 
-SECONDS = 20.0
 TRANSPORTS = ["reference", "shared_memory"]
-
-
-class Pair:
-    """Both engines in this process. `hold()` keeps the transport from reading the pages of the sender."""
-
-    def __init__(self, config: EngineConfig, **flags_of_prefill: Any) -> None:
-        config = config.updated(check_invariants=False, disaggregation=True)
-        transport_class = transport_of(config)
-        self.prefill, self.decode = assemble(config.updated(**flags_of_prefill)), assemble(config)
-        self.gate, self.is_copying = threading.Event(), threading.Event()
-        self.gate.set()
-        pool = self.prefill.kv_pool
-        k_buffer = pool.k_buffer
-
-        def gated(layer_id: int) -> Any:
-            if threading.current_thread() is self.sender._writer:
-                self.is_copying.set()
-                self.gate.wait(SECONDS)
-            return k_buffer(layer_id)
-
-        with ThreadPoolExecutor(2) as threads:
-            sender, receiver = threads.map(transport_class, socket.socketpair(), (pool, self.decode.kv_pool))
-        self.sender: Any = sender
-        self.receiver: Any = receiver
-        pool.k_buffer = gated  # type: ignore[method-assign]
-        self.prefill_side = PrefillSide(
-            self.prefill.scheduler, self.prefill.parts, self.prefill.grammars, sender
-        )
-        decode = self.decode
-        self.decode_side = DecodeSide(
-            decode.scheduler,
-            decode.parts,
-            decode.grammars,
-            decode.model_config.vocab_size,
-            decode.config.context_len,
-            OnePrefillEngine(receiver),
-        )
-
-    def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
-        """Steps of both engines, or of one."""
-        limit = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < limit
-            if turns != "decode":
-                self.prefill_side.turn()
-            if turns != "prefill":
-                self.decode_side.step()
-
-    def finish(self) -> None:
-        """Run both until nothing is left. Then their pools are whole."""
-        self.gate.set()
-        self.until(lambda: not self.decode_side.has_work())
-        self.until(
-            lambda: (
-                not (
-                    self.prefill_side.prefill
-                    or self.prefill_side.in_flight
-                    or self.prefill.scheduler.has_work()
-                )
-            ),
-            "prefill",
-        )
-        assert not self.decode_side.reserved
-        assert not self.decode_side.scheduled
-        for engine in (self.prefill, self.decode):
-            check_idle(engine.parts.allocator, engine.parts.req_to_token_pool, engine.parts.tree_cache)
-            assert engine.scheduler.flush_cache()
-            assert engine.parts.allocator.available_size() == engine.parts.allocator.size
-
-    def close(self) -> None:
-        self.gate.set()
-        self.sender.close()
-        self.receiver.close()
-
-
-@contextlib.contextmanager
-def pair_of(config: EngineConfig, **flags_of_prefill: Any) -> Iterator[Pair]:
-    pair = Pair(config, **flags_of_prefill)
-    try:
-        yield pair
-    finally:
-        pair.close()
-
-
-def config_of(folders: dict[str, str], transport: str, **flags: Any) -> EngineConfig:
-    model = folders[flags.pop("model", "llama")]
-    return make_config(model, use={"transport": transport}, **{"page_size": 4} | flags)
-
-
-def output_ids(reqs: list[Req]) -> list[list[int]]:
-    return [req.output_ids for req in reqs]
-
-
-def expected_of(config: EngineConfig) -> list[Req]:
-    return answers(assemble(config))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -167,86 +60,6 @@ def test_two_engines_answer_as_one(folders: dict[str, str], transport: str, flag
                 for found, wanted in zip(req.input_logprobs, alone.input_logprobs):
                     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         pair.finish()
-
-
-@pytest.mark.parametrize("scheduler", ["reference", "optimized"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_no_token_of_a_prompt_is_computed_twice(
-    folders: dict[str, str], scheduler: str, page_size: int
-) -> None:
-    config = make_config(folders["llama"], use={"scheduler": scheduler}, page_size=page_size)
-    expected = expected_of(config)
-    with pair_of(config) as pair:
-        runner, modes = pair.decode.parts.model_runner, set()
-        forward = runner.forward
-
-        def noting(batch: ForwardBatch) -> LogitsOutput:
-            modes.add(batch.forward_mode)
-            return forward(batch)
-
-        runner.forward = noting  # type: ignore[method-assign]
-        reqs = requests()
-        for req in reqs:
-            pair.decode_side.add_request(req)
-        pair.finish()
-        assert modes == {ForwardMode.DECODE}
-        assert output_ids(reqs) == output_ids(expected)
-        for req, alone in zip(reqs, expected):
-            found, wanted = (each.input_logprobs[1:] + each.output_logprobs for each in (req, alone))
-            assert [one.token_id for one in found] == [one.token_id for one in wanted]
-            logprobs = [one.logprob for one in wanted]
-            assert [one.logprob for one in found] == pytest.approx(logprobs, abs=1e-4)
-        assert [req.num_cached_tokens for req in reqs] == [0] * len(reqs)
-
-
-def test_what_the_first_token_decides(folders: dict[str, str]) -> None:
-    """It may end the request; stop tokens are banned in it; there may be none."""
-    config = config_of(folders, "reference")
-    first = expected_of(config)[0].output_ids[0]
-    params: list[dict[str, Any]] = [
-        {"max_new_tokens": 1},
-        {"stop_token_ids": [first]},
-        {"stop_token_ids": [first], "min_new_tokens": 2},
-        {"max_new_tokens": 0, "logprob_start_len": 0, "return_logprob": True},
-        {"logit_bias": {first: -100.0}},
-    ]
-
-    usual = {"temperature": 0.0, "max_new_tokens": 3}
-
-    def asked() -> list[Req]:
-        return [
-            Req(f"a{i}", requests()[0].origin_input_ids, SamplingParams(**usual | given), seed=0)
-            for i, given in enumerate(params)
-        ]
-
-    alone, apart = assemble(config), asked()
-    expected = asked()
-    for req in expected:
-        alone.scheduler.add_request(req)
-        while alone.scheduler.has_work():
-            alone.scheduler.step()
-    with pair_of(config) as pair:
-        for req in apart:
-            pair.decode_side.add_request(req)
-            pair.finish()  # flushes both caches
-        assert output_ids(apart) == output_ids(expected)
-        assert [req.finished_reason for req in apart] == [req.finished_reason for req in expected]
-        assert [len(req.input_logprobs) for req in apart] == [len(req.input_logprobs) for req in expected]
-
-
-def test_a_prefill_engine_whose_memory_is_in_flight(folders: dict[str, str]) -> None:
-    """The next prompt waits until the transport has read the one before."""
-    with pair_of(config_of(folders, "reference"), max_total_tokens=32) as pair:
-        reqs = requests()[3:]
-        for req in reqs:
-            pair.decode_side.add_request(req)
-        pair.gate.clear()
-        pair.until(pair.is_copying.is_set)
-        for _ in range(5):
-            pair.prefill_side.turn()
-        assert len(pair.prefill_side.prefill) == 1
-        pair.finish()
-        assert [len(req.output_ids) for req in reqs] == [11, 11]
 
 
 STATES = ["waiting", "allocated", "prefill", "copying", "scheduled"]
@@ -369,7 +182,7 @@ def test_the_prefill_engine_is_done_when_it_is_alone_and_idle(folders: dict[str,
 
 def test_a_reason_that_comes_after_the_end_of_its_room(folders: dict[str, str]) -> None:
     with pair_of(config_of(folders, "reference")) as pair:
-        pair.sender.post(_encode(Failed("gone", "late")))
+        pair.sender.post(encode(Failed("gone", "late")))
         req = requests()[0]
         pair.decode_side.add_request(req)
         pair.finish()
