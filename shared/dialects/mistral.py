@@ -1,4 +1,8 @@
-"""Mistral's older models (Nemo, Small 3): a JSON list of calls behind `[TOOL_CALLS]`."""
+"""Mistral's older models (Nemo, Small 3): a JSON list of calls behind `[TOOL_CALLS]`.
+
+mistral-common reads calls from the tokens of whole answers, so it does not stream. A test compares the two where
+it is installed.
+"""
 
 from __future__ import annotations
 
