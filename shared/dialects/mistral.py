@@ -1,7 +1,6 @@
 """Mistral's older models (Nemo, Small 3): a JSON list of calls behind `[TOOL_CALLS]`.
 
-mistral-common reads calls from the tokens of whole answers, so it does not stream. A test compares the two where
-it is installed.
+mistral-common reads calls from the tokens of whole answers, so it does not stream. A test compares the two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages in OpenAI's harmony format: `<|channel|>CHANNEL to=TOOL<|message|>BODY`, one after another.
 
-openai-harmony reads the same in linear time too, but from the token ids of one vocabulary, which it downloads.
-This reads the text of any tokenizer, as other dialects do. A test compares the two where it is installed.
+openai-harmony reads the same, in linear time too, but from the token ids of one vocabulary, which it
+downloads. This reads the text of any tokenizer, as other dialects do. A test compares the two.
 """
 
 from __future__ import annotations
