@@ -68,7 +68,7 @@ def gate(schema: Any) -> Any:
 
 
 def gate_tag(document: Any) -> Any:
-    """A structural tag whose schemas and regexes have passed."""
+    """A structural tag whose schemas and regexes have passed. Errors say behind which text they stand."""
     if isinstance(document, list):
         return [gate_tag(child) for child in document]
     if not isinstance(document, dict):
@@ -76,7 +76,14 @@ def gate_tag(document: Any) -> Any:
     if document.get("type") == "regex" and isinstance(document.get("pattern"), str):
         pattern = whole_match(document["pattern"])
         return {**document, "pattern": pattern} if pattern else {"type": "const_string", "value": ""}
-    return {key: gate(value) if key == "json_schema" else gate_tag(value) for key, value in document.items()}
+    try:
+        return {
+            key: gate(value) if key == "json_schema" else gate_tag(value) for key, value in document.items()
+        }
+    except ValueError as error:
+        if isinstance(document.get("begin"), str):
+            raise ValueError(f"behind {document['begin']!r}: {error}") from None
+        raise
 
 
 class _Gate:

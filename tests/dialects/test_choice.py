@@ -12,7 +12,13 @@ from diptych.shared.dialects.glm47 import Glm47
 from diptych.shared.dialects.gpt_oss import GptOss
 from diptych.shared.dialects.hermes import Hermes
 from diptych.shared.dialects.llama3 import Llama3
-from diptych.shared.dialects.parts.choose import choose_dialect, dialect_of, reasoning_state
+from diptych.shared.dialects.parts.choose import (
+    carries_name,
+    choose_dialect,
+    dialect_of,
+    dialects,
+    reasoning_state,
+)
 from diptych.shared.dialects.plain import Plain
 from diptych.shared.dialects.pythonic import Pythonic
 from diptych.shared.dialects.qwen3_coder import Qwen3Coder
@@ -104,3 +110,15 @@ def test_flags_decide(tmp_path: Path) -> None:
 )
 def test_the_ending_of_a_prompt_says_whether_reasoning_is_open(ending: str, state: str) -> None:
     assert reasoning_state(Hermes(), ending) == state
+
+
+def test_names_that_a_form_of_calls_cannot_hold() -> None:
+    forms = {name: cls for name, cls in dialects().items() if cls is not Plain}
+    lost = {
+        "get_weather": [],
+        "a.b-c": [],
+        "ü1": [],
+        "a b": ["gpt_oss", "mistral_args", "glm", "glm47", "pythonic"],
+    }
+    for name, expected in lost.items():
+        assert {form for form, cls in forms.items() if not carries_name(cls, name)} == set(expected)

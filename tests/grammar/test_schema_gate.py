@@ -172,6 +172,12 @@ def test_a_tool_may_have_a_recursive_schema() -> None:
     assert not allows(compiled, call % '{"v": 1, "n": {"v": 2}}')
 
 
+def test_a_refused_schema_of_a_tool_names_the_tool() -> None:
+    calls = Hermes().calls_format({"g": TREE, "f": {"properties": {"a": {"not": {}}}}}, True)
+    with pytest.raises(ValueError, match=r"\"f\".*: #/properties/a/not: "):
+        gate_tag({"type": "structural_tag", "format": calls})
+
+
 def test_the_page_lists_the_keywords() -> None:
     page = (Path(__file__).parents[2] / "docs/structured-output.md").read_text("utf-8")
     refused = re.search(r"^\| Refused \|(.*)\|$", page, re.M)

@@ -193,6 +193,13 @@ def test_what_cannot_be_continued(server: RunningServer, message: dict[str, Any]
     assert said in answer["error"]["message"]
 
 
+def test_an_answer_continues_or_begins(server: RunningServer) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    messages = [*USER, {"role": "assistant", "content": "12 + 30 ="}]
+    status, answer = post(server, CHAT, {"messages": messages, **both})
+    assert (status, answer["error"]["param"]) == (400, "add_generation_prompt")
+
+
 @pytest.mark.parametrize("arguments", ["{", "[1]", "5", '"a"'])
 def test_arguments_in_the_history_are_objects(server: RunningServer, arguments: str) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}

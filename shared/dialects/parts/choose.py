@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from diptych.shared import registry
+from diptych.shared.dialects.parts.answer_parser import AnswerParser, ToolDelta
 from diptych.shared.flags.engine_flags import EngineFlags
 from diptych.shared.interfaces.dialect import Call, Dialect, Reasoning, ReasoningState
 from diptych.shared.text.inert import Inert
@@ -176,6 +177,15 @@ def without_reasoning(dialect: Dialect) -> Dialect:
     plain = copy.copy(dialect)
     plain.reasoning = None
     return plain
+
+
+@lru_cache(4096)
+def carries_name(dialect: type[Dialect], name: str) -> bool:
+    """Whether a call of a tool with this name is read as it is written."""
+    own = dialect()
+    parser = AnswerParser(own, {name: True}, "closed")
+    events = [*parser.feed(own.write([Call(name, {}, "call00000")])), *parser.finish()]
+    return [event.name for event in events if isinstance(event, ToolDelta) and event.name] == [name]
 
 
 def _probe(dialect: Dialect, tokenizer: Tokenizer) -> tuple[str, str]:

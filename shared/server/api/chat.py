@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-from diptych.shared.dialects.parts.choose import reasoning_state, without_reasoning
+from diptych.shared.dialects.parts.choose import NONE, carries_name, reasoning_state, without_reasoning
 from diptych.shared.server.api.chat_choice import AnswerForm, ChatChoice, ReasoningCounter
 from diptych.shared.server.api.chat_prompt import PROMPT_FIELDS, last_answer, prompt_fields, template_args_of
 from diptych.shared.server.api.constraints import constrained
@@ -64,11 +64,16 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
 
 
 def answer_form(body: ChatRequest, prompts: Prompts, prompt: Conversation) -> AnswerForm:
-    """How the answers are read."""
+    """How the answers are read. 400 for a tool whose calls would not be."""
     dialect = prompts.dialect if body.separate_reasoning else without_reasoning(prompts.dialect)
     tools = {}
     if body.tools and body.tool_choice != "none":
         tools = {tool.function.name: tool.function.parameters or True for tool in body.tools}
+    for name in tools if NONE not in dialect.tool_parsers else ():
+        if not carries_name(type(dialect), name):
+            raise bad_request(
+                f"the tool name {name!r} cannot be written in this model's form of calls", "tools"
+            )
     max_calls = None if body.parallel_tool_calls else 1
     state = reasoning_state(dialect, prompt.ending)
     return AnswerForm(dialect, state, tools, max_calls, prompts.controls, prompts.marker_ids)

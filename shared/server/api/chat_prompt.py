@@ -23,6 +23,10 @@ def template_args_of(body: ChatRequest, prompts: Prompts) -> dict[str, Any]:
         args.setdefault("reasoning_effort", body.reasoning_effort)
     if not body.continue_final_message:
         return {**args, "add_generation_prompt": body.add_generation_prompt}
+    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        raise bad_request(
+            "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
+        )
     last = body.messages[-1]
     if last.role != "assistant" or last.tool_calls or not last_answer(body):
         raise bad_request(
