@@ -46,11 +46,6 @@ class DraftTreeOps(contract.DraftTreeOps):
         has a smaller index than its children. Fields: shared/types/draft_tree.py."""
         raise NotImplementedError("TODO links: what each node attends to, and how to walk down from the root")
 
-    def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
-        """bool [num_entries]: for each request N rows of seq_len entries, of which the last N are the tree's;
-        the rest is False."""
-        raise NotImplementedError("TODO links: what each node attends to, over prefix and tree")
-
     def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
         """Use `_accepted(paths, tokens, tree, max_depth)`: node indices from the root, and the sample at
         each."""

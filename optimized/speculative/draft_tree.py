@@ -15,7 +15,6 @@ import torch
 from diptych.optimized.kernels.draft.draft_accept import accept_walk
 from diptych.optimized.kernels.draft.draft_beam_step import best_beams
 from diptych.optimized.kernels.draft.draft_link import link
-from diptych.optimized.kernels.draft.draft_mask import flatten_mask
 from diptych.optimized.kernels.draft.draft_select import select_nodes
 from diptych.optimized.kernels.sampling.top_tokens import top_tokens
 from diptych.shared.interfaces import draft_tree as contract
@@ -53,11 +52,6 @@ class DraftTreeOps(contract.DraftTreeOps):
         if token_ids.shape[1] > MAX_NODES:
             raise ValueError(f"{token_ids.shape[1]} draft tokens: the optimized panel takes {MAX_NODES}")
         return DraftTree(*link(token_ids, parents, num_nodes), num_nodes)
-
-    def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
-        mask = torch.empty(num_entries, dtype=torch.bool, device=tree.visible.device)
-        flatten_mask(tree.visible, seq_lens, mask)
-        return mask
 
     def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
         max_depth = tree.num_draft_tokens - 1 if max_depth is None else max_depth

@@ -89,17 +89,6 @@ class DraftTreeOps(contract.DraftTreeOps):
             num_nodes=num_nodes,
         )
 
-    def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
-        num = tree.num_draft_tokens
-        blocks = [
-            torch.nn.functional.pad(visible, (seq_len - num, 0), value=True)
-            for visible, seq_len in zip(tree.visible, seq_lens.tolist())
-        ]
-        mask = tree.visible.new_zeros(num_entries)
-        flat = torch.cat([block.flatten() for block in blocks]) if blocks else mask[:0]
-        mask[: flat.shape[0]] = flat
-        return mask
-
     def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
         max_depth = tree.num_draft_tokens - 1 if max_depth is None else max_depth
         drafts, samples = tree.token_ids.tolist(), target_ids.tolist()

@@ -51,13 +51,6 @@ class DraftTreeOps(ABC):
         root's is not looked at), num_nodes [bs] int64 in 1 .. N. What is given for padding is ignored."""
 
     @abstractmethod
-    def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
-        """`ForwardBatch.custom_mask` of a verify step, bool [num_entries]: for each request [N, seq_len],
-        row-major, concatenated. seq_lens [bs] int64, N included. Every node, padding too, sees all that has
-        KV already, and of the tree what `visible` says. num_entries is at least N times the sum of seq_lens;
-        what lies beyond the last request is undefined."""
-
-    @abstractmethod
     def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
         """target_ids [bs, N] int64: the token that the target's sampler gave at each node (-1 for none,
         equal to no draft). From the root on: the child whose token equals the sample at its parent is

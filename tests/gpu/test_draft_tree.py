@@ -24,9 +24,7 @@ def make_logits(seed: int) -> list[torch.Tensor]:
     return [torch.randint(0, 30, (n, VOCAB_SIZE), generator=generator).float().cuda() for n in rows]
 
 
-def round_of(
-    ops: Contract, logits: list[torch.Tensor], samples: torch.Tensor, seq_lens: torch.Tensor, num_entries: int
-) -> tuple[DraftTree, torch.Tensor, Accepted]:
+def round_of(ops: Contract, logits: list[torch.Tensor], samples: torch.Tensor) -> tuple[DraftTree, Accepted]:
     tops = [ops.top_tokens(rows, K) for rows in logits]
     shaped = [
         top if i == 0 else TopTokens(*(tensor.view(BS, K, K) for tensor in top)) for i, top in enumerate(tops)
@@ -35,37 +33,30 @@ def round_of(
     shaped = [TopTokens((top.token_ids % 8 + 1) / 8, top.token_ids) for top in shaped]
     root_ids = torch.arange(BS, device=samples.device)
     tree = ops.build(root_ids, draft(ops, shaped), NUM_NODES)
-    return tree, ops.custom_mask(tree, seq_lens, num_entries), ops.accept(tree, samples, NUM_STEPS)
+    return tree, ops.accept(tree, samples, NUM_STEPS)
 
 
 def test_a_round_can_be_captured() -> None:
     logits = make_logits(0)
     samples = torch.zeros(BS, NUM_NODES, dtype=torch.int64, device="cuda")
-    seq_lens = torch.full((BS,), NUM_NODES, device="cuda")
-    num_entries = BS * NUM_NODES * 300
-    arguments = (logits, samples, seq_lens, num_entries)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        round_of(DraftTreeOps(), *arguments)  # compiles
+        round_of(DraftTreeOps(), logits, samples)  # compiles
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree, mask, accepted = round_of(DraftTreeOps(), *arguments)
+        tree, accepted = round_of(DraftTreeOps(), logits, samples)
 
     for seed in range(1, 5):
         for buffer, values in zip(logits, make_logits(seed)):
             buffer.copy_(values)
-        generator = torch.Generator().manual_seed(seed)
-        seq_lens.copy_(torch.randint(NUM_NODES, 300, (BS,), generator=generator))
         graph.replay()
         # Every node samples its first child's token, so that drafts are accepted; then the graph is replayed.
         first_child = tree.token_ids.gather(1, tree.next_token.clamp(min=0))
         samples.copy_(first_child)
         graph.replay()
-        expected_tree, expected_mask, expected = round_of(ReferenceOps(), *arguments)
+        expected_tree, expected = round_of(ReferenceOps(), logits, samples)
         expect_tree(tree, expected_tree)
-        size = NUM_NODES * int(seq_lens.sum())
-        expect_equal("mask", mask[:size], expected_mask[:size])
         for ours, theirs in zip(accepted, expected):
             expect_equal("accepted", ours, theirs)

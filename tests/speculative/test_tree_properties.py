@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.optimized.kernels.draft.draft_mask import flatten_mask
 from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.contracts.draft_tree.links_and_acceptance import Trees
@@ -92,14 +93,16 @@ def test_any_parents_and_samples(panel: str) -> None:
     check()
 
 
-@PANELS
-def test_any_mask(panel: str) -> None:
-    @examples(panel)
+def test_any_mask() -> None:
+    """As FlashInfer takes it."""
+
+    @examples("optimized")
     @given(TREES, st.integers(0, 300))
     def check(case: Trees, longest: int) -> None:
         tree, num = case.tree(), case.num_draft_tokens
         seq_lens = num + Inputs(case.seed).integers(longest + 1, case.batch_size)
-        mask = ops_of(panel).custom_mask(tree, seq_lens, num * int(seq_lens.sum()))
+        mask = torch.zeros(num * int(seq_lens.sum()), dtype=torch.bool)
+        flatten_mask(tree.visible, seq_lens, mask)
         start = 0
         for b, seq_len in enumerate(seq_lens.tolist()):
             block = mask[start : start + num * seq_len].view(num, seq_len)

@@ -128,30 +128,6 @@ class NodesSeeParentsOnly(DraftTreeOps):
         return replace(tree, visible=tree.visible & near)
 
 
-@mutant_of("draft_tree")
-class MaskWithoutThePrefix(DraftTreeOps):
-    """Drafts do not see the text before the root."""
-
-    def custom_mask(self, tree, seq_lens, num_entries):
-        masks = super().custom_mask(tree, seq_lens, num_entries)
-        start, num = 0, tree.num_draft_tokens
-        for seq_len in seq_lens.tolist():
-            block = masks[start : start + num * seq_len].view(num, seq_len)
-            block[:, : seq_len - num] = False
-            start += num * seq_len
-        return masks
-
-
-@mutant_of("draft_tree")
-class MaskOfRowsAsLongAsTheFirst(DraftTreeOps):
-    """All requests count as long as the first one."""
-
-    def custom_mask(self, tree, seq_lens, num_entries):
-        same = seq_lens[:1].expand_as(seq_lens) if len(seq_lens) else seq_lens
-        size = max(int(same.sum()) * tree.num_draft_tokens, num_entries)
-        return super().custom_mask(tree, same, size)[:num_entries]
-
-
 # Accepting
 
 

@@ -84,8 +84,6 @@ IDEAS = (
     W("10", "the children of a node are linked last first",
       "links", "from-parents", "ascending order",
       (("for n in reversed(range(1, num)):", "for n in range(1, num):"),)),
-    W("10", "the mask of a tree is a mask over the tree",
-      "links", "custom-mask", "the whole prefix", (("(seq_len - num, 0), value=True", "(seq_len - num, 0), value=False"),)),
     W("10", "without a matching child nothing is gained",
       "acceptance", "accept", "bonus token",
       (("[[samples[b][n] for n in path] for", "[[samples[b][n] for n in path[:-1]] for"),)),

@@ -95,32 +95,6 @@ def from_parents(impl: type[DraftTreeOps], case: Trees) -> None:
 
 
 @contract(
-    "The mask has, for each request in turn, a row for each node: the whole prefix, then itself and its "
-    "ancestors.",
-    TREES,
-)
-def custom_mask(impl: type[DraftTreeOps], case: Trees) -> None:
-    tree, num = case.tree(), case.num_draft_tokens
-    seq_lens = num + Inputs(case.seed).integers(200, case.batch_size) * (
-        torch.arange(case.batch_size, device=check_device()) % 3 > 0
-    )
-    size = num * int(seq_lens.sum())
-    mask = Asked(impl).custom_mask(tree, seq_lens, size + 11)
-    expect_equal(
-        "form", (mask.dtype, mask.shape, mask.device), (torch.bool, (size + 11,), tree.visible.device)
-    )
-    expected = []
-    for b, seq_len in enumerate(seq_lens.tolist()):
-        parents = tree.parents[b].tolist()
-        for n in range(num):
-            path = path_to_root(parents, n)
-            expected += [
-                column - (seq_len - num) in path or column < seq_len - num for column in range(seq_len)
-            ]
-    expect_equal("mask", mask[:size].cpu(), torch.tensor(expected, dtype=torch.bool))
-
-
-@contract(
     "From the root on, the child that the target sampled is accepted, until there is none; the tokens are "
     "the target's, one more than drafts were accepted.",
     TREES,
