@@ -63,9 +63,17 @@ def check_parallel_flags(flags: EngineFlags) -> None:
 def _check_split_engine(flags: EngineFlags, split: str) -> None:
     for name in ("tp", "pp", "dp"):
         if getattr(flags, name) > 1:
-            raise ValueError(f"{split} does not work with {name}={getattr(flags, name)}")
+            raise ValueError(
+                f"{split} does not work with {name}={getattr(flags, name)}: KV comes over one connection, "
+                "and several ranks or replicas would have to agree on what has come"
+            )
+    if flags.speculative is not None:
+        raise ValueError(
+            f"{split} does not work with speculative={flags.speculative}: a drafter learns from the steps "
+            "that compute prompts, and the engine that decodes has none"
+        )
     for name in (
-        *("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"),
+        *("dp_attention", "disable_radix_cache", "check_invariants", "check_idle"),
         *("enable_priority_scheduling", "max_queued_requests", "waiting_timeout"),
     ):
         if getattr(flags, name) not in (None, False):

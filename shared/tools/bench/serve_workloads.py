@@ -82,7 +82,7 @@ class MultiTurn:
 
     @property
     def lengths(self) -> list[Range]:
-        """Of the questions of a conversation."""
+        """Lengths of the questions of a conversation."""
         return [self.input_len] * self.num_turns
 
     def conversations(self, vocab_size: int) -> list[Conversation]:
