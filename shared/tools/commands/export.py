@@ -31,8 +31,9 @@ def trace(
     from diptych.shared.tools.conformance.formats import trace_export
     from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
 
+    types = dict.fromkeys(each["op_type"] for each in DEFINITIONS.values())
     for each in op or ():
-        if each not in DEFINITIONS:
-            raise ValueError(f"--op {each}: it can be {', '.join(DEFINITIONS)}")
+        if each not in types:
+            raise ValueError(f"--op {each}: it can be {', '.join(types)}")
     for line in trace_export.export(folder, op or [], seed, traces):
         print(line, flush=True)

@@ -17,10 +17,10 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Solution, Workload
 from diptych.shared.tools.conformance.formats.trace_generic import generic_op
-from diptych.shared.tools.conformance.formats.trace_ops import TraceOp, op_of
+from diptych.shared.tools.conformance.formats.trace_op import TraceOp
+from diptych.shared.tools.conformance.formats.trace_ops import op_of
 from diptych.shared.tools.conformance.kernels.calls import unwritten
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
-from diptych.shared.tools.conformance.kernels.draw_frequencies import expect_ids, frequency
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.problem import Call, Convention, Problem
 from diptych.shared.tools.conformance.kernels.run import SECONDS, check_kernel
@@ -62,7 +62,7 @@ def check_solution(
     whose exact result is not known."""
     reference = reference_of(definition)
     with sources_of(reference) as (target, folder), ChildFunction(target, seconds, ends_at, folder) as judge:
-        op = op_of(definition, eps_of(definition, judge))
+        op = op_of(definition, read_off(definition, judge))
         reports = []
         if op is not None:
             reports.append(_checked(judge, definition, reference, op, seconds, seed))
@@ -141,10 +141,26 @@ def _named(definition: Definition, op: TraceOp, problem: Problem, returned: Any)
     if not isinstance(returned, tuple) or len(returned) != len(definition.outputs):
         raise TypeError
     results = {op.outputs[name]: value for name, value in zip(definition.outputs, returned)}
-    if "frequency" in results:
-        ids = expect_ids(results["frequency"], problem["logits"].shape[:1])
-        results["frequency"] = frequency(ids, problem["logits"].shape[1])[None]
-    return results
+    return results | {name: read(problem, results[name]) for name, read in op.readers.items()}
+
+
+def read_off(definition: Definition, reference: ChildFunction) -> float | None:
+    """What the reference has inside: epsilon of a norm; of a delta rule, whether it divides q and k by their
+    lengths."""
+    return normalises(definition, reference) if definition.op_type == "gdn" else eps_of(definition, reference)
+
+
+def normalises(definition: Definition, reference: ChildFunction) -> float | None:
+    """Whether 4 q gives the output of q."""
+    op = op_of(definition, 0.0)
+    if op is None:
+        return None
+    problem = op.like.make(op.like.cases[0], True, 0)
+    larger = problem.with_tensors(q=4 * problem["q"])
+    first, second = (
+        results_of(reference, definition, reference_of(definition), op, each) for each in (problem, larger)
+    )
+    return float(second["out"].norm() < 2 * first["out"].norm())
 
 
 def eps_of(definition: Definition, reference: ChildFunction) -> float | None:

@@ -18,7 +18,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.formats.trace_check import (
     convention_of,
     device_text,
-    eps_of,
+    read_off,
     reference_of,
     sources_of,
 )
@@ -28,7 +28,8 @@ from diptych.shared.tools.conformance.formats.trace_files import (
     read_definition,
     read_solution,
 )
-from diptych.shared.tools.conformance.formats.trace_ops import TraceOp, op_of
+from diptych.shared.tools.conformance.formats.trace_op import TraceOp
+from diptych.shared.tools.conformance.formats.trace_ops import op_of
 from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.functions import Raised
@@ -55,8 +56,10 @@ def run(hidden_states, weight):
 
 def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) -> Iterator[str]:
     """Writes the data set; a line for each Definition. `chosen`: types of operations; empty: all."""
-    for op_type in chosen or DEFINITIONS:
-        data = DEFINITIONS[op_type]
+    for data in DEFINITIONS.values():
+        op_type = data["op_type"]
+        if chosen and op_type not in chosen:
+            continue
         _write(folder / "definitions" / op_type / f"{data['name']}.json", data)
         definition = read_definition(folder / "definitions" / op_type / f"{data['name']}.json")
         solutions = [_solution(folder, definition, definition.reference, "baseline")]
@@ -64,7 +67,7 @@ def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) 
             solutions.append(_solution(folder, definition, OWN[op_type].lstrip(), AUTHOR))
         reference = reference_of(definition)
         with sources_of(reference) as (target, place), ChildFunction(target, folder=place) as judge:
-            op = op_of(definition, eps_of(definition, judge))
+            op = op_of(definition, read_off(definition, judge))
             assert op is not None
             problems = [op.like.make(case, True, seed) for case in op.like.cases]
             workloads = [_workload(folder, definition, op, problem) for problem in problems]

@@ -14,7 +14,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Spec, Workload
-from diptych.shared.tools.conformance.formats.trace_ops import TraceOp
+from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.kernels.problem import Like, Problem
 
 SIZES = (1, 3, 8)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,18 @@ import torch
 
 from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.clauses.inputs import type_name
+from diptych.shared.tools.conformance.formats.trace_chosen_tokens import chosen_tokens_op
+from diptych.shared.tools.conformance.formats.trace_delta_rule import delta_rule_op
+from diptych.shared.tools.conformance.formats.trace_experts import experts_op
 from diptych.shared.tools.conformance.formats.trace_files import Definition
+from diptych.shared.tools.conformance.formats.trace_op import (
+    LSE,
+    Read,
+    TraceOp,
+    latent_part,
+    tensor,
+    with_lse,
+)
 from diptych.shared.tools.conformance.kernels.attention_likes import (
     DECODE_LIKE,
     EXTEND_LIKE,
@@ -19,36 +30,23 @@ from diptych.shared.tools.conformance.kernels.attention_likes import (
     make_attention,
     make_mla,
 )
-from diptych.shared.tools.conformance.kernels.attention_suspects import dense
-from diptych.shared.tools.conformance.kernels.calls import csr_pages, parts
+from diptych.shared.tools.conformance.kernels.calls import csr_pages
 from diptych.shared.tools.conformance.kernels.conventions import LIKES
-from diptych.shared.tools.conformance.kernels.draw_frequencies import NUM_DRAWS
-from diptych.shared.tools.conformance.kernels.problem import Like, Problem
+from diptych.shared.tools.conformance.kernels.draw_frequencies import NUM_DRAWS, expect_ids, frequency
+from diptych.shared.tools.conformance.kernels.problem import Problem
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionCase
 from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
 
-Read = Callable[[Problem], Any]
 ROW_COUNTS = (1, 2, 5, 17, 33)
 LENGTHS = (1, 2, 17, 127, 128, 129, 259)
 NUM_LOGITS = 2**22
 """Logits of a case of a sampler: a large vocabulary has fewer rows."""
-LSE = "lse"
 
 
-@dataclass(frozen=True)
-class TraceOp:
-    """`inputs`: name of an input -> its value in a problem. `outputs`: name of an output -> result.
-    `strided`: inputs whose rows may be slices of wider rows."""
-
-    like: Like
-    inputs: Mapping[str, Read]
-    outputs: Mapping[str, str]
-
-
-def op_of(definition: Definition, eps: float | None) -> TraceOp | None:
-    """None: the operation, or this form of it, is not known. `eps`: of a norm."""
+def op_of(definition: Definition, read: float | None) -> TraceOp | None:
+    """None: the operation, or this form of it, is not known. `read`: what is read off the reference."""
     make = OPS.get(definition.op_type)
-    op = make(definition, eps) if make else None
+    op = make(definition, read) if make else None
     if op is None or set(definition.inputs) - set(op.inputs) or set(definition.outputs) - set(op.outputs):
         return None
     results = {op.outputs[name] for name in definition.outputs}
@@ -67,10 +65,6 @@ def _with_results(
     problem = make(case, takes_scale, seed)
     truth = problem.truth
     return replace(problem, truth=lambda p: {name: each for name, each in truth(p).items() if name in names})
-
-
-def tensor(name: str) -> Read:
-    return lambda p: p[name]
 
 
 def _rows(definition: Definition, size: int, dtype: torch.dtype, **fields: Any) -> tuple[Case, ...]:
@@ -121,11 +115,6 @@ def _rope(definition: Definition, eps: float | None) -> TraceOp | None:
     return TraceOp(like, names, {"q_out": "q", "k_out": "k"})
 
 
-def _lse(make: Callable[..., Problem], case: Any, takes_scale: bool, seed: int = 0) -> Problem:
-    """The problem with the logarithm of the sum of exponentials, base 2, in float32."""
-    return replace(make(case, True, seed), truth=partial(dense, lse=True), dtypes={LSE: torch.float32})
-
-
 def _attention(definition: Definition, eps: float | None) -> TraceOp | None:
     const, inputs = definition.const, definition.inputs
     if not {"num_qo_heads", "num_kv_heads", "head_dim"} <= set(const) or "q" not in inputs:
@@ -145,7 +134,7 @@ def _attention(definition: Definition, eps: float | None) -> TraceOp | None:
     )
     like = EXTEND_LIKE if is_extend else DECODE_LIKE
     rows = () if is_extend or is_ragged else like.rows
-    like = replace(like, cases=cases, timed=lambda _: cases[-1:], make=partial(_lse, make_attention),
+    like = replace(like, cases=cases, timed=lambda _: cases[-1:], make=partial(with_lse, make_attention),
                    rows=rows, paged=() if is_ragged else like.paged)  # fmt: skip
     names: dict[str, Read] = {
         "q": tensor("q"), "k_cache": tensor("k"), "v_cache": tensor("v"), "qo_indptr": tensor("qo_indptr"),
@@ -180,19 +169,16 @@ def _mla(definition: Definition, eps: float | None) -> TraceOp | None:
         for what, chosen in (("one request", lengths[2:3]), ("lengths of 1 to 17", lengths[:3]),
                              ("around 128", lengths[3:6]))
     )  # fmt: skip
-    like = replace(MLA_LIKE, cases=cases, timed=lambda _: cases[-1:], make=partial(_lse, make_mla), rows=())
+    like = replace(
+        MLA_LIKE, cases=cases, timed=lambda _: cases[-1:], make=partial(with_lse, make_mla), rows=()
+    )
     names: dict[str, Read] = {
-        "q_nope": partial(_part, "q", 0), "q_pe": partial(_part, "q", 1),
-        "ckv_cache": partial(_part, "k", 0), "kpe_cache": partial(_part, "k", 1),
+        "q_nope": partial(latent_part, "q", 0), "q_pe": partial(latent_part, "q", 1),
+        "ckv_cache": partial(latent_part, "k", 0), "kpe_cache": partial(latent_part, "k", 1),
         "kv_indptr": lambda p: csr_pages(p)[0], "kv_indices": lambda p: csr_pages(p)[1],
         "sm_scale": lambda p: p.constants["scale"],
     }  # fmt: skip
     return TraceOp(like, names, {"output": "out", "lse": LSE})
-
-
-def _part(name: str, index: int, problem: Problem) -> torch.Tensor:
-    rows = problem[name][:, :, 0] if name == "k" else problem[name]
-    return parts(problem, rows, problem.constants["rank"])[index]
 
 
 def _sampling(definition: Definition, eps: float | None) -> TraceOp | None:
@@ -213,7 +199,11 @@ def _sampling(definition: Definition, eps: float | None) -> TraceOp | None:
         "probs": lambda p: (p["logits"] / p["temperature"][:, None]).softmax(-1),
         "top_k": tensor("top_k"), "top_p": tensor("top_p"),
     }  # fmt: skip
-    return TraceOp(like, names, {"samples": "frequency"})
+    return TraceOp(like, names, {"samples": "frequency"}, {"frequency": _frequency})
+
+
+def _frequency(problem: Problem, ids: Any) -> torch.Tensor:
+    return frequency(expect_ids(ids, problem["logits"].shape[:1]), problem["logits"].shape[1])[None]
 
 
 OPS: dict[str, Callable[[Definition, float | None], TraceOp | None]] = {
@@ -224,4 +214,7 @@ OPS: dict[str, Callable[[Definition, float | None], TraceOp | None]] = {
     "gqa_ragged": _attention,
     "mla_paged": _mla,
     "sampling": _sampling,
+    "gdn": delta_rule_op,
+    "dsa_paged": chosen_tokens_op,
+    "moe": experts_op,
 }

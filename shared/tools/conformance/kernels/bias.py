@@ -17,9 +17,9 @@ HALF_UNIT = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 def check_bias(problem: Problem, results: Results) -> None:
     """Raises `Mismatch` if all results are too large or too small by the same share, beyond what roundings
     to the type of the output can cause: one of each element, and one of a factor of each row. Equal values
-    count once: they are rounded alike."""
+    count once: they are rounded alike. The constant `half_unit` is of a problem with coarser roundings."""
     for name, truth in problem.expected.items():
-        half_unit = HALF_UNIT.get(results[name].dtype)
+        half_unit = problem.constants.get("half_unit", HALF_UNIT.get(results[name].dtype))
         if half_unit is None or problem.kind == "draws":
             continue
         got, exact = results[name].detach().cpu().double().flatten(), truth.flatten()
