@@ -80,8 +80,12 @@ def calls_vanish(body: Body) -> Body | None:
 
 @changes_request("one call of each message", "The second call of a message is lost.", "prompt.history")
 def first_call_only(body: Body) -> Body | None:
-    def first(message: Body) -> Body:
-        return {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else message
+    lost = {each["id"] for m in body.get("messages", ()) for each in (m.get("tool_calls") or ())[1:]}
+
+    def first(message: Body) -> Body | None:
+        if message.get("tool_calls"):
+            message["tool_calls"] = message["tool_calls"][:1]
+        return None if message.get("tool_call_id") in lost else message
 
     return messages_of(body, first)
 

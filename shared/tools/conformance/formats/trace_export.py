@@ -56,10 +56,11 @@ def run(hidden_states, weight):
 
 def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) -> Iterator[str]:
     """Writes the data set; a line for each Definition. `chosen`: types of operations; empty: all."""
-    for data in DEFINITIONS.values():
-        op_type = data["op_type"]
-        if chosen and op_type not in chosen:
-            continue
+    types = chosen or dict.fromkeys(each["op_type"] for each in DEFINITIONS.values())
+    wanted = [
+        (op_type, each) for op_type in types for each in DEFINITIONS.values() if each["op_type"] == op_type
+    ]
+    for op_type, data in wanted:
         _write(folder / "definitions" / op_type / f"{data['name']}.json", data)
         definition = read_definition(folder / "definitions" / op_type / f"{data['name']}.json")
         solutions = [_solution(folder, definition, definition.reference, "baseline")]

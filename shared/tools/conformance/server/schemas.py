@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,13 +58,12 @@ def answer_to(context: Context, schema: Any, temperature: float, seed: int) -> s
     return (choice.get("message") or {}).get("content") or ""
 
 
-def judged(context: Context, name: str, schema: Any, num: int) -> Finding:
-    """Several answers to one schema."""
-    num_ended = 0
+def judged(context: Context, name: str, schema: Any, num: int, seed: int) -> Finding:
+    """Several answers to one schema. `seed`: of the run; each answer has its own."""
+    num_ended, rng = 0, random.Random(f"{name} {seed}")
     for i in range(num):
-        seed = context.rng.randrange(2**31)
         try:
-            text = answer_to(context, schema, 0.0 if i == 0 else HOT, seed)
+            text = answer_to(context, schema, 0.0 if i == 0 else HOT, rng.randrange(2**31))
         except Refused as error:
             if error.status >= 500:
                 what = f"{name}: neither an answer nor a refusal"
@@ -104,9 +103,9 @@ def keywords(context: Context) -> Iterator[Finding]:
     if (missing := no_formats(context)) is not None:
         yield missing
         return
-    num = 4 if context.limits.num_schemas < 10 else 6
-    names = list(KEYWORDS)
-    calls = [lambda name=name: judged(context, name, KEYWORDS[name], num) for name in names]
+    num = 6 if context.limits.num_schemas < 10 else 8
+    seed = context.rng.randrange(2**31)
+    calls = [partial(judged, context, *each, num, seed) for each in KEYWORDS.items()]
     yield from context.server.at_once(calls, context.limits.concurrency)
 
 
@@ -122,6 +121,6 @@ def random_schemas(context: Context) -> Iterator[Finding]:
     first = context.rng.randrange(2**31)
     for seed in range(first, first + context.limits.num_schemas):
         try:
-            yield judged(context, f"random schema {seed}", document(random.Random(seed)), 2)
+            yield judged(context, f"random schema {seed}", document(random.Random(seed)), 2, first)
         except Malformed as error:
             yield Finding("fails", f"random schema {seed}: {error}")

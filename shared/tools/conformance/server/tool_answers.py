@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,8 +55,11 @@ class ToolAnswer:
 
 
 def ask(context: Context, talk: Talk, stream: bool = False, **fields: Any) -> ToolAnswer:
-    """Ask at temperature 0 unless `fields` say otherwise. Raises `Refused` and `Malformed`."""
+    """Ask at temperature 0 unless `fields` say otherwise; then with a seed that follows from the request.
+    Raises `Refused` and `Malformed`."""
     body: JSON = {"messages": talk.messages, "max_tokens": room(context, talk), **fields}
+    if body.get("temperature") and context.offers.seed:
+        body.setdefault("seed", zlib.crc32(json.dumps([talk.messages, stream]).encode()) // 2)
     if talk.tools:
         body = {"tools": talk.tools, **body}
     if not stream:

@@ -48,7 +48,7 @@ def whole(answer: ToolAnswer, what: str, talk: Talk) -> Finding:
         return Finding("fails", f"{what}: no call", sorted(names), answer.content or answer.finish_reason)
     if not set(made) <= names:
         return Finding("fails", f"{what}: a call of a tool that was not offered", sorted(names), made)
-    if answer.finish_reason not in ("tool_calls", "stop"):
+    if answer.finish_reason not in ("tool_calls", "stop", "length"):  # a long text of an argument is cut
         return Finding("fails", f"{what}: finish_reason", "tool_calls", answer.finish_reason)
     return Finding("holds", what)
 

@@ -31,16 +31,16 @@ def talk_of(schema: JSON) -> Talk:
     return Talk([{"role": "user", "content": "Store a value."}], [tool], ("store", {}))
 
 
-def judged(context: Context, name: str, schema: JSON, num: int) -> Finding:
+def judged(context: Context, name: str, schema: JSON, num: int, seed: int) -> Finding:
     """`num` whole and `num` streamed answers."""
-    talk = talk_of(schema)
+    talk, rng = talk_of(schema), random.Random(f"{name} {seed}")
     parameters = talk.tools[0]["function"]["parameters"]
     num_calls = 0
     for stream in (False, True) if context.offers.stream else (False,):
         for i in range(num):
             fields: JSON = {"temperature": HOT if i or stream else 0.0}
             if context.offers.seed:
-                fields["seed"] = context.rng.randrange(2**31)
+                fields["seed"] = rng.randrange(2**31)
             try:
                 answer = demand(context, talk, stream, **fields)
             except Refused as error:
@@ -79,5 +79,5 @@ def tool_schemas(context: Context) -> Iterator[Finding]:
     schemas = dict(KEYWORDS)
     for seed in range(first, first + num // 3):
         schemas[f"random schema {seed}"] = document(random.Random(seed))
-    calls = [partial(judged, context, *each, 1 if num < 10 else 3) for each in schemas.items()]
+    calls = [partial(judged, context, *each, 2 if num < 10 else 3, first) for each in schemas.items()]
     yield from context.server.at_once(calls, context.limits.concurrency)
