@@ -73,7 +73,10 @@ KEYWORDS: dict[str, Any] = {
         "minProperties": 1,
         "maxProperties": 2,
     },
-    "dependentRequired": {**closed(["a"], a=INTEGERS, b=INTEGERS), "dependentRequired": {"a": ["b"]}},
+    "dependentRequired": {
+        **closed(["a"], a=INTEGERS, b=INTEGERS, c=INTEGERS, d=INTEGERS),
+        "dependentRequired": {"a": ["b", "c", "d"]},
+    },
     "anyOf": {"anyOf": [{"const": "yes"}, INTEGERS]},
     "anyOf with a sibling": {
         "type": "integer",
