@@ -164,7 +164,7 @@ def ignores_in_tools(name: str, sentence: str, keyword: str, in_streams: bool) -
 
 ignores_in_tools("uniqueItems of a tool ignored", "Tools act as without uniqueItems.", "uniqueItems", False)
 ignores_in_tools(
-    "multipleOf of a streamed tool ignored", "Streamed calls act as without multipleOf.", "multipleOf", True
+    "pattern of a streamed tool ignored", "Streamed calls act as without pattern.", "pattern", True
 )
 
 
