@@ -77,7 +77,10 @@ def harmony_answer(rng: random.Random) -> str:
 
 def read_by_harmony(text: str) -> Read:
     harmony = pytest.importorskip("openai_harmony")
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    try:
+        encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    except harmony.HarmonyError as error:
+        pytest.skip(f"no vocabulary: {error}")
     parser = harmony.StreamableParser(encoding, harmony.Role.ASSISTANT, strict=False)
     for token in encoding.encode(text, allowed_special="all"):
         parser.process(token)
