@@ -75,12 +75,7 @@ def harmony_answer(rng: random.Random) -> str:
     return text
 
 
-def read_by_harmony(text: str) -> Read:
-    harmony = pytest.importorskip("openai_harmony")
-    try:
-        encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    except harmony.HarmonyError as error:
-        pytest.skip(f"no vocabulary: {error}")
+def read_by_harmony(harmony: Any, encoding: Any, text: str) -> Read:
     parser = harmony.StreamableParser(encoding, harmony.Role.ASSISTANT, strict=False)
     for token in encoding.encode(text, allowed_special="all"):
         parser.process(token)
@@ -101,10 +96,14 @@ def read_by_harmony(text: str) -> Read:
 @pytest.mark.full
 @pytest.mark.library("openai_harmony")
 def test_harmony_is_read_as_by_openais_parser() -> None:
-    rng = random.Random(0)
+    harmony, rng = pytest.importorskip("openai_harmony"), random.Random(0)
+    try:
+        encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    except harmony.HarmonyError as error:
+        pytest.skip(f"no vocabulary: {error}")
     for _ in range(NUM_ANSWERS):
         text = harmony_answer(rng)
-        assert read_in_pieces(GptOss(), text, rng) == read_by_harmony(text), text
+        assert read_in_pieces(GptOss(), text, rng) == read_by_harmony(harmony, encoding, text), text
 
 
 def read_in_pieces(dialect: Dialect, text: str, rng: random.Random) -> Read:
