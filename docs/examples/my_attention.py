@@ -14,7 +14,7 @@ import torch
 from diptych.shared.interfaces import AttentionBackend, ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.types import ForwardBatch
-from diptych.shared.types.attention import AttentionLayer
+from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 KEYS_PER_BLOCK = 64
 
@@ -29,7 +29,7 @@ class MyAttention(AttentionBackend):
     """Supports causal layers with any scale and soft-cap."""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype == torch.float8_e4m3fn:
+        if kv_pool.dtype in FP8_TYPES:
             raise ValueError("kv_cache_dtype: MyAttention supports auto, and no FP8")
         self.req_to_token = req_to_token_pool.req_to_token
         self.kv_pool = kv_pool

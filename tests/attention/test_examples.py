@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +49,13 @@ def test_the_examples_hold_the_contract(name: str, cut: str) -> None:
     clauses = fast_clauses("attention") if cut == "fast" else clauses_of("attention")
     found = failures(example(name).MyAttention, clauses)
     assert [(v.clause.name, v.case.name, v.failure) for v in found] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_the_example_refuses_each_fp8_pool(dtype: torch.dtype) -> None:
+    pools = SimpleNamespace(req_to_token=torch.zeros(1, 1)), SimpleNamespace(dtype=dtype)
+    with pytest.raises(ValueError, match="no FP8"):
+        example("my_attention").MyAttention(*pools)
 
 
 def unmasked_last_page(q: Any, k: Any, v: Any, page_table: Any, lens: Any) -> torch.Tensor:
