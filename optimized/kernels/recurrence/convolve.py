@@ -3,10 +3,9 @@
 Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
 cache that its neighbours have read.
 
-Shape: a CTA has a block of channels of one token, or of TOKENS in turn where there are prompts, so that taps
-come from its own cache. Keeping is a launch of its own, behind the recurrence: the first tokens of a step
-read the inputs that its last ones replace. Where drafts are verified, the nodes that a row holds from its
-last step lie between its inputs and the new tokens, as many as were accepted.
+Shape: a CTA has one token and a block of channels. Keeping is a launch of its own, behind the recurrence: the
+first tokens of a step read the inputs that its last ones replace. Where drafts are verified, the nodes that a
+row holds from its last step lie between its inputs and the new tokens, as many as were accepted.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from diptych.optimized.kernels.recurrence.step_tables import (
     LayerRows,
     LinearSteps,
 )
-
-TOKENS = 8
 
 
 @triton.jit
@@ -64,28 +61,26 @@ def convolved(
     return total / (1.0 + tl.exp(-total))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _convolve_kernel(
     u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, STRIDE_U,
-    num_tokens, C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    token = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < C
-    begin = tl.program_id(0) * TOKENS
-    for token in range(begin, tl.minimum(begin + TOKENS, num_tokens)):
-        number = tl.load(request_of_ptr + token)
-        request = requests_ptr + number * NUM_FIELDS
-        first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
-        row = tl.load(request + ROW).to(tl.int64)
-        num_accepted = 0
-        if NODES > 0:
-            num_accepted = tl.load(accepted_ptr + number)
-        c = convolved(
-            u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr,
-            first_token, num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
-        )  # fmt: skip
-        tl.store(c_ptr + tl.cast(token, tl.int64) * C + offs, c, mask=mask)
+    number = tl.load(request_of_ptr + token)
+    request = requests_ptr + number * NUM_FIELDS
+    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
+    row = tl.load(request + ROW).to(tl.int64)
+    num_accepted = 0
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + number)
+    c = convolved(
+        u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr, first_token,
+        num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
+    )  # fmt: skip
+    tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
 
 
 @triton.jit
@@ -144,11 +139,9 @@ def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: Line
     assert u.stride(1) == 1
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
-    at_a_time = TOKENS if steps.num_single < steps.num_requests else 1
-    _convolve_kernel[(triton.cdiv(num_tokens, at_a_time), triton.cdiv(num_channels, block))](
+    _convolve_kernel[(num_tokens, triton.cdiv(num_channels, block))](
         u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
-        u.stride(0), num_tokens, C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1],
-        BLOCK=block, TOKENS=at_a_time,
+        u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1], BLOCK=block,
     )  # fmt: skip
     return c
 

@@ -190,7 +190,7 @@ def delta_chunks(
     scale, block_v = k_dim**-0.5, min(max(triton.next_power_of_2(v_dim), 16), 32)
     _chunk_writes_kernel[(steps.num_chunks, heads)](
         c, g, beta, writes, reads, scores, decay, steps.chunks, scale,
-        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_warps=8, num_stages=1, **sizes,
+        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_stages=1, **sizes,
     )  # fmt: skip
     _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
         c, writes, reads, scores, decay, o, states, steps.long, steps.requests,
