@@ -15,6 +15,7 @@ from diptych.shared.config.draft import DraftConfig, DraftFormat
 from diptych.shared.config.families import FAMILIES
 from diptych.shared.config.fields import Fields, only_name
 from diptych.shared.config.hf_config import config_path, parse_config, read_json
+from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
 from diptych.shared.config.model import ModelConfig
 
 # Ends of the names under "architectures"; what is before names a family.
@@ -46,6 +47,8 @@ def parse_draft_config(
     """Read the contents of a draft model's config.json. What it leaves out is as in the target.
     `draft_format`: None takes it from the name under "architectures", which many checkpoints give as the
     plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
+    if isinstance(hf_config, Mapping) and only_name(hf_config.get("architectures")) in TEXT_MODELS:
+        hf_config, where = text_part(hf_config, where)  # a layer for drafting beside its target
     fields = Fields(hf_config, where)
     family, found = _family_and_format(fields)
     if draft_format is None:
@@ -92,6 +95,8 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         # Formats of exactly one layer: a NEXTN layer's file may be its target's, with all of its layers.
         values = {key: value for key, value in values.items() if key != "layer_types"}
         values["num_hidden_layers"] = 1
+        if target.linear_attention is not None:
+            values["layer_types"] = ["full_attention"]
         values["first_k_dense_replace"] = (
             0  # the layer has experts, though its target's first layers have none
         )

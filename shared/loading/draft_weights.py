@@ -19,6 +19,7 @@ from diptych.shared.loading.safetensors_file import (
     INDEX_DTYPES,
     QUANTIZED_DTYPES,
     SUPPORTED_DTYPES,
+    TensorInfo,
     read_checkpoint,
 )
 from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
@@ -32,6 +33,15 @@ _MARKS: dict[DraftFormat, tuple[str, str]] = {
     "nextn": ("eh_proj", "a NEXTN layer"),
 }
 
+_MTP = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+    "mtp.layers.0.": "",
+}
+"""The names of Qwen's layer for drafting -> those of a NEXTN layer."""
+
 
 def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) -> None:
     """Raise `ValueError` if the folder of a draft model holds a language model. Many heads have the name of a
@@ -42,7 +52,8 @@ def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) ->
         return
     layer, what = _MARKS[draft_format]
     tensors = read_checkpoint(folder, SUPPORTED_DTYPES + INDEX_DTYPES + QUANTIZED_DTYPES)
-    if not any(tensor.split(".")[-2:-1] == [layer] for tensor in tensors):
+    is_marked = any(tensor.split(".")[-2:-1] == [layer] for tensor in tensors)
+    if not is_marked and not (draft_format == "nextn" and "mtp.fc.weight" in tensors):
         raise ValueError(
             f"{name} is a language model ({architectures[0]}), not {what}: it has no {layer}.weight; "
             "speculative=standalone drafts with language models"
@@ -58,6 +69,8 @@ def iterate_draft_weights(folder: str | Path, config: DraftConfig | None = None)
     tensors = read_checkpoint(
         Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES + (QUANTIZED_DTYPES if is_quantized else ())
     )
+    if mtp := {name: info for name, info in tensors.items() if name.startswith("mtp.")}:
+        return _nextn_weights(mtp, config, str(folder))
     layers = {match[0]: int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     nextn = [layer for layer in layers if f"{layer}eh_proj.weight" in tensors]
     if nextn and len(layers) > len(nextn):
@@ -69,6 +82,17 @@ def iterate_draft_weights(folder: str | Path, config: DraftConfig | None = None)
     entries = take_quantized(tensors, linear, config.model, str(folder))
     quantized = dequantized(read_quantized(entries, None), lambda name: linear[name].scheme)
     return chain(stream(tensors, None), quantized)
+
+
+def _nextn_weights(tensors: dict[str, TensorInfo], config: DraftConfig | None, where: str) -> Weights:
+    """Qwen's layer for drafting under the names of a NEXTN layer, its experts one by one."""
+    if any(info.dtype in QUANTIZED_DTYPES for info in tensors.values()):
+        raise ValueError(f"{where}: the layer for drafting (mtp.*) is quantized; supported is a plain one")
+    for name, tensor in stream(tensors, None):
+        prefix = next((prefix for prefix in _MTP if name.startswith(prefix)), "")
+        name = f"model.layers.0.{_MTP[prefix]}{name.removeprefix(prefix)}" if prefix else name
+        for part in canonical_parts(name, tuple(tensor.shape), config and config.target):
+            yield part.name, part.of(tensor)
 
 
 def _quantized_layers(config: DraftConfig, names: Iterable[str]) -> dict[str, Layer]:

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,9 @@ class StateCheckpoints(SchedulerFeature):
             digest = self.digests(req.key_ids[:matched], req.extra_key)[-1]
             self.pool.loads[req.req_pool_idx] = self.table[digest]
         # Where this prompt leaves another one whose KV is there, and where it ends.
-        kv_len = self.cache.match_kv(RadixKey(req.key_ids[: req.num_tokens - 1], req.extra_key))
+        is_bigram = self.cache.is_bigram
+        key = RadixKey(req.key_ids[: req.num_tokens - 1 + is_bigram], req.extra_key, is_bigram)
+        kv_len = self.cache.match_kv(key)
         ends = {n // self.grid * self.grid for n in (kv_len, req.num_tokens - 1)}
         self.wanted[req] = sorted(n for n in ends if n > matched)
         self.orders[req] = self.pool.stores[req.req_pool_idx] = []
@@ -151,7 +154,8 @@ def with_states(cache_class: type[PrefixCache], states: StateCheckpoints) -> typ
             num_tokens = states.longest(key, num_kv)
             if num_tokens == num_kv:
                 return match
-            shorter: MatchResult = super().match_prefix(RadixKey(key.token_ids[:num_tokens], key.extra_key))
+            token_ids = key.token_ids[: num_tokens + key.is_bigram]
+            shorter: MatchResult = super().match_prefix(replace(key, token_ids=token_ids))
             return shorter
             # --8<-- [end:match-with-state]
 

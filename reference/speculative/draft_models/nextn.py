@@ -3,7 +3,8 @@ some models.
 
 Checkpoints name it as DeepSeek's do: layers.N.* with enorm, hnorm, eh_proj, one decoder layer,
 shared_head.norm, and perhaps copies of the target's embedding (embed_tokens) and head (shared_head.head).
-N is any one number. The decoder layer is that of one of the families here.
+N is any one number. Qwen's names for the same (mtp.*) are translated when they are read. The decoder layer is
+that of the family.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import re
 
 import torch
 
-from diptych.reference.decoder import DecoderLayer
 from diptych.reference.layers import Linear
+from diptych.reference.models import model_class
 from diptych.shared.config import DraftConfig
 from diptych.shared.interfaces import MoE
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.draft_model import DraftOutput
 from diptych.shared.interfaces.layers import Layers
+from diptych.shared.modeling.decoder_modules import norm_class
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 _LAYER = re.compile(r"layers\.\d+\.(.*)")
@@ -34,11 +36,13 @@ class NextNModel(BaseDraftModel):
         super().__init__(config, layers, moe)
         model = config.model
         rotary_emb = layers.RotaryEmbedding(model.rope, model.head_dim, model.context_len)
-        self.enorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
-        self.hnorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+        norm = norm_class(model, layers)
+        self.enorm = norm(model.hidden_size, model.rms_norm_eps)
+        self.hnorm = norm(model.hidden_size, model.rms_norm_eps)
         self.eh_proj = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size)
-        self.decoder = DecoderLayer(model, 0, layers, moe, rotary_emb)
-        self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+        layer_class = model_class(model.architecture.removesuffix("NextN")).layer_class
+        self.decoder = layer_class(model, 0, layers, moe, rotary_emb)
+        self.norm = norm(model.hidden_size, model.rms_norm_eps)
 
     def canonical_name(self, name: str) -> str | None:
         if name.endswith("rotary_emb.inv_freq"):
