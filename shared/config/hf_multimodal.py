@@ -49,6 +49,18 @@ SHARED = (
 """Keys that may be outside text_config."""
 
 
+LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.")
+"""What multimodal checkpoints put in the place of `model.`"""
+
+
+def language_name(name: str) -> str:
+    """The name of a language model's layer or weight without the prefixes of a multimodal checkpoint."""
+    for prefix in LANGUAGE_PREFIXES:
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.")
+
+
 def text_part(hf_config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str]:
     """The config of the text model of one of TEXT_MODELS, and what to call it in errors."""
     architecture, defaults = TEXT_MODELS[only_name(hf_config["architectures"])]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.shared.config.fields import Fields
+from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.config.quant_config import ALL_LINEAR, REGEX, QuantConfig
 from diptych.shared.types.quant_scheme import MXFP4_GROUP, NVFP4_GROUP, QuantScheme
 
@@ -60,9 +61,9 @@ def _parse_compressed_tensors(fields: Fields) -> QuantConfig:
         targets += [(target, scheme) for target in _names(of_group, "targets")]
     # An exact name of compressed-tensors is a name from the first part on.
     ignored = tuple(_from_start(entry) for entry in _names(fields, "ignore"))
-    if not any(re.match(entry.removeprefix(REGEX), "lm_head") for entry in ignored) and any(
-        target == ALL_LINEAR for target, _ in targets
-    ):
+    heads = ("lm_head", "language_model.lm_head")
+    has_head = any(re.match(entry.removeprefix(REGEX), head) for entry in ignored for head in heads)
+    if not has_head and any(target == ALL_LINEAR for target, _ in targets):
         raise ValueError(f"{fields.where}: ignore does not name lm_head; a quantized head is not supported")
     return QuantConfig(
         "compressed-tensors",
@@ -151,14 +152,21 @@ def _parse_torchao(fields: Fields) -> QuantConfig:
 
 
 def _parse_gptq(fields: Fields) -> QuantConfig:
-    _refuse(fields, bits=4, lm_head=False, pack_dtype="int32")
+    _refuse(fields, lm_head=False, pack_dtype="int32")
+    num_bits = fields.integer("bits")
+    if num_bits not in (4, 8):
+        raise ValueError(f"{fields.where}: bits is {num_bits}; supported are 4 and 8")
     for key in ("dynamic", "is_marlin_format"):
         if fields.values.get(key):
             raise ValueError(f"{fields.where}: {key} is {fields.values[key]!r:.80}; it is not supported")
     key = "checkpoint_format"
     version = _choice(fields, key, ("gptq", "gptq_v2"), default="gptq")
     symmetric = fields.boolean("sym", default=True)
-    scheme = QuantScheme("int4", group_size=_group_size(fields), symmetric=symmetric)
+    group_size, weight_type = _group_size(fields), "int4" if num_bits == 4 else "int8"
+    if num_bits == 8 and not symmetric:
+        raise ValueError(f"{fields.where}: sym is false with 8 bits; supported is true")
+    any_order = fields.boolean("desc_act", default=False) and group_size is not None
+    scheme = QuantScheme(weight_type, group_size=group_size, symmetric=symmetric, any_order=any_order)  # type: ignore[arg-type]
     return QuantConfig(version, ((ALL_LINEAR, scheme),), tuple(_names(fields, "modules_to_not_convert")))
 
 
@@ -227,6 +235,7 @@ def _names(fields: Fields, key: str) -> list[str]:
     value = fields.raw(key, "a list of names", default=[])
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         raise fields.error(key, "a list of names")
+    value = [item if item.startswith(REGEX) else language_name(item) for item in value]
     for item in value:
         try:
             re.compile(item.removeprefix(REGEX))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from diptych.shared.config.hf_multimodal import LANGUAGE_PREFIXES
 from diptych.shared.types.quant_scheme import QuantScheme
 
 ALL_LINEAR = "Linear"
@@ -35,7 +36,8 @@ class QuantConfig:
 
     A target or an ignored entry is a name, "re:" and a regular expression that matches a name from its start,
     or some successive parts of a name: "mlp.gate" is in model.layers.0.mlp.gate and not in
-    model.layers.0.mlp.gate_up_proj."""
+    model.layers.0.mlp.gate_up_proj. A regular expression may be of the names that a multimodal checkpoint
+    has for a layer."""
 
     storage: (
         str  # how the checkpoint stores it: a key of diptych.shared.loading.quantized_formats, or "online"
@@ -73,5 +75,7 @@ def _matches(entry: str, name: str) -> bool:
     if entry == ALL_LINEAR:
         return True
     if entry.startswith(REGEX):
-        return re.match(entry.removeprefix(REGEX), name) is not None
+        expression, rest = entry.removeprefix(REGEX), name.removeprefix("model.")
+        names = [name] if rest == name else [name, *(prefix + rest for prefix in LANGUAGE_PREFIXES)]
+        return any(re.match(expression, each) for each in names)
     return f".{entry}." in f".{name}."

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.hf_config import config_path, read_json
+from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
 from diptych.shared.loading.weight_names import KV_SCALE
 from diptych.shared.types.attention import FP8, KVScales
@@ -46,7 +47,7 @@ def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | 
         _check_scheme(scheme, folder)
     found: dict[int, dict[str, float]] = {}
     for name, info in read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES).items():
-        match = KV_SCALE.fullmatch(name)
+        match = KV_SCALE.fullmatch(language_name(name))
         if match is None:
             continue
         scale = _read_scale(info.path, name)

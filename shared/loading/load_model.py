@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 from diptych.shared import registry
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig, read_draft_config
 from diptych.shared.config.speculation_flags import check_windows
+from diptych.shared.config.vision_config import LLAVA
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
     draft_shapes,
@@ -23,12 +25,19 @@ from diptych.shared.loading.draft_weights import (
     iterate_draft_weights,
     refuse_language_model,
 )
+from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
 from diptych.shared.loading.kv_sizing import check_memory
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.pipeline_stages import Stage, remove_foreign, stage_config
 from diptych.shared.loading.quantize import num_weight_bytes, quantize_linears
+from diptych.shared.loading.safetensors_file import (
+    INDEX_DTYPES,
+    QUANTIZED_DTYPES,
+    SUPPORTED_DTYPES,
+    read_checkpoint,
+)
 from diptych.shared.loading.shards import Shards, shard_config
-from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weight_names import expected_shapes, unused_part
 from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_map import in_order
@@ -56,6 +65,8 @@ def load_model(
         shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, config.dp_attention)
     local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
+    if config.load_format != "dummy" and (ranks is None or ranks.rank == 0):
+        tell_unused(folder, model_config)
     check_weights(
         model_config.architecture, expected_shapes(local_config), device, dtype, model_config.quantization
     )
@@ -79,6 +90,20 @@ def load_model(
         if runners is not None:
             runners.prepare(model)
     return model.eval()
+
+
+def tell_unused(folder: Path, model_config: ModelConfig) -> None:
+    """Print a line for tensors of parts that are not the language model's."""
+    if (folder / GGUF_LINK).is_file():
+        return
+    names = read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES + INDEX_DTYPES)
+    parts = Counter(part for name in names if (part := unused_part(name, model_config)) is not None)
+    if LLAVA in (folder / "config.json").read_text("utf-8"):  # its tower runs
+        del parts["images"]
+    what = ", ".join(f"{number} for {part}" for part, number in sorted(parts.items()))
+    if what:
+        hint = " (speculative=nextn uses them)" if "drafting" in parts else ""
+        print(f"tensors that are not of the language model: {what}{hint}", file=sys.stderr, flush=True)
 
 
 def tell_dequantized(quantization: QuantConfig) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.shared.types.quant_scheme import NVFP4_GROUP, QuantScheme
+from diptych.shared.types.quant_scheme import INT8_ZERO, NVFP4_GROUP, QuantScheme
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of 8, that each nibble of an int32 is."""
@@ -46,6 +46,8 @@ class Stored:
             return []
         if self.out is None and self.inputs is None:
             return [(), (1,), (1, 1)]
+        if self.out is None and self.inputs is not None:
+            return [(size,)]
         if self.inputs is None:
             assert self.out is not None
             return [(self.out.num_entries(out), 1), (self.out.num_entries(out),)]
@@ -68,40 +70,20 @@ FLOATS = ("F32", "BF16", "F16")
 
 def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
     """The tensors of a layer in a checkpoint, by the end of their name. `storage`: QuantConfig.storage."""
+    if storage in ("gptq", "gptq_v2", "awq"):
+        return _columns(storage, scheme)
     inputs = Axis(1, scheme.group_size) if scheme.group_size is not None else None
-    by_column = Axis(0, scheme.group_size) if scheme.group_size is not None else None
     if scheme.weight_type == "int4":
-        if storage == "compressed-tensors":
-            found = {
-                "weight_packed": Stored("weight", ("I32",), Axis(0), Axis(1, 8), lambda t: unpack(t, 1)),
-                "weight_scale": Stored("weight_scale", FLOATS, Axis(0), inputs, _rows),
-                "weight_shape": Stored("", ("I64", "I32"), None, None, _rows, True),
-            }
-            if not scheme.symmetric:
-                found["weight_zero_point"] = Stored(
-                    "weight_zero", ("I32",), Axis(0, 8), inputs, lambda t: unpack(t, 0)
-                )
-            return found
-        zeros = by_column or Axis(0, 2**31)  # a channel is one group
-        order = AWQ_ORDER if storage == "awq" else None
-        # Version 1 of GPTQ stores the zero point less 1. Symmetric zero points are only checked, because
-        # files of version 2 are often labelled as version 1.
-        added = 1 if storage == "gptq" and not scheme.symmetric else 0
-        qweight = (
-            Stored("weight", ("I32",), Axis(1, 8), Axis(0), lambda t: unpack(t, 1, order).T)
-            if storage == "awq"
-            else Stored("weight", ("I32",), Axis(1), Axis(0, 8), lambda t: unpack(t, 0).T)
-        )
-        qzeros = Stored(
-            "weight_zero", ("I32",), Axis(1, 8), zeros, lambda t: unpack(t, 1, order).T + added,
-            optional=scheme.symmetric,
-        )  # fmt: skip
-        return {
-            "qweight": qweight,
-            "qzeros": qzeros,
-            "scales": Stored("weight_scale", FLOATS, Axis(1), zeros, lambda t: t.float().T),
-            "g_idx": Stored("", ("I32",), None, None, _rows, optional=True),
+        found = {
+            "weight_packed": Stored("weight", ("I32",), Axis(0), Axis(1, 8), lambda t: unpack(t, 1)),
+            "weight_scale": Stored("weight_scale", FLOATS, Axis(0), inputs, _rows),
+            "weight_shape": Stored("", ("I64", "I32"), None, None, _rows, True),
         }
+        if not scheme.symmetric:
+            found["weight_zero_point"] = Stored(
+                "weight_zero", ("I32",), Axis(0, 8), inputs, lambda t: unpack(t, 0)
+            )
+        return found
     if scheme.weight_type == "nvfp4":
         return _nvfp4(storage)
     rows = None if scheme.block_rows is None else Axis(0, scheme.block_rows)
@@ -120,6 +102,37 @@ def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
     if scheme.inputs == "static":
         found["input_scale"] = Stored("input_scale", FLOATS, None, None, _rows)
     return found
+
+
+def _columns(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
+    """GPTQ and AWQ: a column for each output, several values in an int32."""
+    groups = Axis(0, scheme.group_size or 2**31)  # a channel is one group
+    order, num_bits = AWQ_ORDER if storage == "awq" else None, 8 if scheme.weight_type == "int8" else 4
+    each = 32 // num_bits
+    # Version 1 of GPTQ stores the zero point less 1. Symmetric zero points are only checked, because
+    # files of version 2 are often labelled as version 1.
+    added = 1 if storage == "gptq" and not scheme.symmetric else 0
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        if storage == "awq":
+            return unpack(tensor, 1, order).T
+        found = unpack(tensor, 0, num_bits=num_bits).T
+        return found if num_bits == 4 else (found.to(torch.int16) - INT8_ZERO).to(torch.int8)
+
+    return {
+        "qweight": Stored(
+            "weight", ("I32",), Axis(1, each if storage == "awq" else 1),
+            Axis(0, 1 if storage == "awq" else each), values,
+        ),
+        "qzeros": Stored(
+            "weight_zero", ("I32",), Axis(1, each), groups,
+            lambda t: unpack(t, 1, order, num_bits).T + added, optional=scheme.symmetric,
+        ),
+        "scales": Stored("weight_scale", FLOATS, Axis(1), groups, lambda t: t.float().T),
+        "g_idx": Stored("weight_group", ("I32",), None, Axis(0), lambda t: t)
+        if scheme.any_order
+        else Stored("", ("I32",), None, None, _rows, optional=True),
+    }  # fmt: skip
 
 
 def _nvfp4(storage: str) -> dict[str, Stored]:
@@ -150,13 +163,16 @@ def _unpack_bytes(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
-def unpack(packed: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """int32 -> uint8 with 8 times as many entries along `dim`, of 4 bits each, the lowest first. `order`:
-    which of the 8 entries each nibble is."""
-    nibbles = torch.stack([(packed >> 4 * i) & 15 for i in range(8)], dim=dim + 1).to(torch.uint8)
+def unpack(
+    packed: torch.Tensor, dim: int, order: tuple[int, ...] | None = None, num_bits: int = 4
+) -> torch.Tensor:
+    """int32 -> uint8 with 32 / num_bits times as many entries along `dim`, the lowest bits first. `order`:
+    which of the entries each is."""
+    parts = [(packed >> start) & (2**num_bits - 1) for start in range(0, 32, num_bits)]
+    values = torch.stack(parts, dim=dim + 1).to(torch.uint8)
     if order is not None:
-        nibbles = nibbles.index_select(dim + 1, torch.tensor(order).argsort())
-    return nibbles.flatten(dim, dim + 1)
+        values = values.index_select(dim + 1, torch.tensor(order).argsort())
+    return values.flatten(dim, dim + 1)
 
 
 def pack_units(values: torch.Tensor, unit: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ model.layers.0.self_attn.q_proj.weight, ...q_proj.weight_scale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,18 @@ from safetensors import SafetensorError, safe_open
 
 from diptych.shared.config import ModelConfig
 from diptych.shared.loading.quantize import quantize_weight, scheme_of_weight
-from diptych.shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
+from diptych.shared.loading.quantized_formats import FLOATS, Axis, Stored, pack_units, stored_tensors
 from diptych.shared.loading.safetensors_file import TensorInfo
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
 from diptych.shared.modeling.dequantized_values import dequantize
-from diptych.shared.types.quant_scheme import INT4_ZERO, STORED, QuantScheme
+from diptych.shared.types.quant_scheme import INT4_ZERO, INT8_ZERO, STORED, QuantScheme
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+NO_BIAS = Stored("", FLOATS, None, None, lambda tensor: tensor, optional=True)
+"""Zeros for a layer without a bias, as some exporters write them."""
 
 
 class Layer(NamedTuple):
@@ -44,6 +49,11 @@ class Layer(NamedTuple):
         elif index:
             outs = index[0]
         group_size = self.scheme.group_size
+        if self.scheme.any_order and (inputs.start, inputs.stop) != (0, self.size):
+            raise ValueError(
+                f"tp={shards.size}: {self.name} has groups of inputs in any order (desc_act), which cannot "
+                f"be cut; use tp=1"
+            )
         if group_size is not None and (inputs.start % group_size or inputs.stop % group_size):
             is_whole = (inputs.start, inputs.stop) == (0, self.size)
             if not is_whole:
@@ -84,18 +94,20 @@ def take_quantized(
     assert model.quantization is not None
     storage = model.quantization.storage
     found: dict[str, dict[str, str]] = {name: {} for name in layers}
+    biases = {name for name in expected_shapes(model) if name.endswith(".bias")}
     for name in tensors:
         module, _, suffix = name.rpartition(".")
         parts = canonical_parts(f"{module}.weight", (1, 1), model)
         module = parts[0].name.removesuffix(".weight")
         if len(parts) > 1 and module in found:
             raise ValueError(f"{where}: {name} holds {len(parts)} quantized layers; each must have its own")
-        if module in found and suffix != "bias":
+        is_bias = suffix == "bias" and (f"{module}.bias" in biases or not storage.startswith("gptq"))
+        if module in found and not is_bias:
             found[module][suffix] = name
     entries: list[Entry] = []
     problems: list[str] = []
     for layer in layers.values():
-        wanted = stored_tensors(storage, layer.scheme)
+        wanted = {**stored_tensors(storage, layer.scheme), "bias": NO_BIAS}
         its_tensors = found[layer.name]
         for suffix, stored in wanted.items():
             if suffix not in its_tensors:
@@ -168,6 +180,8 @@ def _read_part(file: Any, entry: Entry, outs: slice, inputs: slice) -> torch.Ten
     tensor = stored.decode(stored_tensor)
     if stored.target == "input_scale":
         return tensor.reshape(1)
+    if stored.target == "weight_group":
+        return tensor
     if stored.out is None:  # one scale for all outputs
         return tensor.expand(outs.stop - outs.start, -1)
     skipped = outs.start % stored.out.unit
@@ -192,11 +206,16 @@ def _refuse_bad(entry: Entry, tensor: torch.Tensor) -> None:
             raise ValueError(f"{path}: {name} has scales that are negative, NaN or infinite")
         if entry.stored.target != "weight_scale" and not bool((tensor > 0).all()):
             raise ValueError(f"{path}: {name} is 0; it must be positive")
+    elif entry.stored.target == "weight_group":
+        num_groups = entry.layer.scheme.num_groups(entry.layer.size)
+        if not bool(((tensor >= 0) & (tensor < num_groups)).all()):
+            raise ValueError(f"{path}: {name} names groups beyond the {num_groups} that there are")
     elif entry.stored.target == "weight_zero" and entry.layer.scheme.symmetric:
-        if tensor.unique().tolist() not in ([INT4_ZERO - 1], [INT4_ZERO]):
+        zero = INT4_ZERO if entry.layer.scheme.weight_type == "int4" else INT8_ZERO
+        if tensor.unique().tolist() not in ([zero - 1], [zero]):
             raise ValueError(
-                f"{path}: {name} has zero points other than {INT4_ZERO} (stored as {INT4_ZERO - 1} or "
-                f"{INT4_ZERO}), but quantization_config says that the weights are symmetric"
+                f"{path}: {name} has zero points other than {zero} (stored as {zero - 1} or {zero}), but "
+                f"quantization_config says that the weights are symmetric"
             )
     elif tensor.dtype == torch.float8_e4m3fn and bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise ValueError(f"{path}: {name} has NaN values; the file is damaged")
@@ -209,6 +228,9 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
     if entry.name.endswith("weight_shape"):
         if tensor.tolist() != [layer.out, layer.size]:
             raise ValueError(f"{where} is {tensor.tolist()}; the layer is {[layer.out, layer.size]}")
+    elif entry.name.endswith(".bias"):
+        if bool(tensor.any()):
+            raise ValueError(f"{where} is not 0, and {layer.name} has no bias in this model")
     elif entry.name.endswith("zero_point"):
         if bool(tensor.float().any()):
             raise ValueError(f"{where} is not 0, but {scheme.weight_type} values are symmetric")
@@ -219,8 +241,8 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
         groups = torch.arange(layer.size, dtype=tensor.dtype) // scheme.unit(layer.size)
         if not torch.equal(tensor, groups):
             raise ValueError(
-                f"{where}: the inputs are not in the order of their groups (desc_act); supported are groups "
-                f"of successive inputs"
+                f"{where}: the inputs are not in the order of their groups, but quantization_config has no "
+                f"desc_act"
             )
 
 
@@ -251,12 +273,30 @@ def dequantized(weights: Weights, scheme_of: Callable[[str], QuantScheme | None]
         needed = {"weight", "weight_scale"}
         needed |= {"weight_global"} if scheme.weight_type == "nvfp4" else set()
         needed |= set() if scheme.symmetric else {"weight_zero"}
+        needed |= {"weight_group"} if scheme.any_order else set()
         if needed <= tensors.keys():
             scale, zero = tensors.pop("weight_scale"), tensors.get("weight_zero")
             if "weight_global" in tensors:
                 factor, divisor = tensors.pop("weight_global").split(1, dim=1)
                 scale = scale * factor / divisor
-            yield f"{module}.weight", dequantize(tensors.pop("weight"), scale, zero, scheme)
+            weight, groups = tensors.pop("weight"), tensors.get("weight_group")
+            values = dequantize if groups is None else partial(_dequantize_in_any_order, groups.long())
+            yield f"{module}.weight", values(weight, scale, zero, scheme)
+
+
+def _dequantize_in_any_order(
+    groups: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    """As `dequantize`, with the group of each input."""
+    no_zero = None if zero is None else torch.zeros_like(zero)
+    values = dequantize(weight, torch.ones_like(scale), no_zero, scheme)
+    if zero is not None:
+        values -= zero[:, groups].float()
+    return values * scale[:, groups]
 
 
 def quantize_while_reading(

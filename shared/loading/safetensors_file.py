@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOO
 )
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_ONE_OF_MORE = re.compile(r"-of-(?!0*1\.)\d+\.safetensors$")
 MAX_FILE_NAME = 255  # bytes; of what file systems take
 
 
@@ -33,19 +35,26 @@ class TensorInfo(NamedTuple):
 
 
 def read_checkpoint(folder: Path, dtypes: tuple[str, ...] = SUPPORTED_DTYPES) -> dict[str, TensorInfo]:
-    """The tensors of model.safetensors, or of all files named by model.safetensors.index.json, in their order
-    on disk. Reads headers only. Raises `ValueError` for any defect of a file."""
+    """The tensors of model.safetensors, of all files named by model.safetensors.index.json, or of the only
+    *.safetensors file, in their order on disk. Reads headers only. Raises `ValueError` for any defect of a
+    file."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; a model is a folder with config.json and *.safetensors")
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE, dtypes)
     if (folder / INDEX_FILE).is_file():
         return _read_shards(folder, dtypes)
+    alone = [path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_")]
+    if len(alone) == 1 and not _ONE_OF_MORE.search(alone[0].name):
+        return read_header(alone[0], dtypes)
     others = sorted(
         path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".safetensors")
     )
     found = f"found {', '.join(others[:3])}" if others else "no weights at all"
-    raise ValueError(f"{folder}: {found}; weights must be {SINGLE_FILE}, or files named by {INDEX_FILE}")
+    raise ValueError(
+        f"{folder}: {found}; weights must be {SINGLE_FILE}, one other *.safetensors file, or "
+        f"files named by {INDEX_FILE}"
+    )
 
 
 def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorInfo]:

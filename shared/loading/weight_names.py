@@ -17,12 +17,16 @@ import torch
 
 from diptych.shared.config import MLAConfig, ModelConfig, MoEConfig
 from diptych.shared.config.families import FAMILIES, GROUPED, Family
+from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.config.model import LinearAttentionConfig
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
-VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.")
+VISION = (
+    *("vision_tower.", "model.vision_tower.", "vision_model.", "model.visual.", "visual."),
+    *("multi_modal_projector.", "model.multi_modal_projector."),
+)
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
@@ -42,12 +46,6 @@ class WeightPart(NamedTuple):
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         part = tensor[self.index]
         return part.T if self.is_transposed else part
-
-
-def language_name(name: str) -> str:
-    """The name of a language model's weight without the prefixes of a multimodal checkpoint."""
-    name = name.removeprefix("language_model.")
-    return f"model.{rest}" if (rest := name.removeprefix("model.language_model.")) != name else name
 
 
 def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | None = None) -> list[WeightPart]:
@@ -155,17 +153,24 @@ def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) 
     return parts
 
 
+def unused_part(name: str, config: ModelConfig) -> str | None:
+    """The part of a checkpoint beside the language model that a tensor is of, by its name."""
+    if name.startswith(VISION):
+        return "images"
+    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_layers)
+    drafting = [f"model.layers.{layer}." for layer in layers]
+    drafting += ["mtp."] if config.linear_attention is not None else []
+    return "drafting" if language_name(name).startswith(tuple(drafting)) else None
+
+
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Whether a tensor may be in a checkpoint though the model does not load it: RoPE frequencies, a tied
     head, scales of KV (`diptych.shared.loading.kv_scales`), the head of a reward model, layers for drafting,
     and those for images."""
-    if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.fullmatch(name) or name.startswith(VISION):
-        return True
-    if config.linear_attention is not None and name.startswith("mtp."):
+    if unused_part(name, config) is not None:
         return True
     name = language_name(name)
-    first = config.num_hidden_layers
-    if any(name.startswith(f"model.layers.{first + i}.") for i in range(config.num_nextn_layers)):
+    if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.fullmatch(name):
         return True
     return (config.tie_word_embeddings and name == "lm_head.weight") or (
         config.num_labels > 0 and name == "score.weight"

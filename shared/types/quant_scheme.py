@@ -19,6 +19,8 @@ STORED = {
 }
 INT4_ZERO = 8
 """The zero point of symmetric int4."""
+INT8_ZERO = 128
+"""What GPTQ adds to symmetric values of 8 bits."""
 MXFP4_GROUP = 32
 MXFP4_BIAS = 127
 """The scale of a group of inputs is 2 ** (stored - 127)."""
@@ -34,11 +36,13 @@ class QuantScheme:
     fp8 is e4m3 and int8 is signed; both have no zero point. int4 is 0 to 15; symmetric means that the zero
     point is 8, otherwise each scale has its own. mxfp4 is a code of `FP4_VALUES`, and each group of 32
     inputs has a power of two as scale, stored as its exponent. nvfp4 has the same codes, a scale in e4m3 for
-    each group of 16 inputs, and one in float32 for the layer; no kernel multiplies it (`is_dequantized`). The
-    inputs of fp8 and int8 may be quantized
-    too, to the type of the weight: with one scale for each token ("token"), for `group_size` successive
-    inputs of a token ("group"), or for all tokens ("static": the checkpoint has it). "none": the weight
-    alone is quantized.
+    each group of 16 inputs, and one in float32 for the layer. Groups are of successive inputs; with
+    `any_order` the checkpoint has the group of each input. No kernel multiplies nvfp4 or groups in any order
+    (`is_dequantized`).
+
+    The inputs of fp8 and int8 may be quantized too, to the type of the weight: with one scale for each token
+    ("token"), for `group_size` successive inputs of a token ("group"), or for all tokens ("static": the
+    checkpoint has it). "none": the weight alone is quantized.
     """
 
     weight_type: WeightType
@@ -46,6 +50,7 @@ class QuantScheme:
     group_size: int | None = None  # successive inputs with one scale; None: all
     inputs: InputScales = "none"
     symmetric: bool = True
+    any_order: bool = False
 
     def __post_init__(self) -> None:
         if self.is_packed and self.inputs != "none":
@@ -67,7 +72,7 @@ class QuantScheme:
     @property
     def is_dequantized(self) -> bool:
         """Layers become plain ones when they are loaded."""
-        return self.weight_type == "nvfp4"
+        return self.weight_type == "nvfp4" or self.any_order
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size is None else -(-in_features // self.group_size)
@@ -88,6 +93,8 @@ class QuantScheme:
         }
         if self.weight_type == "nvfp4":  # a factor of the scales, and a divisor
             found["weight_global"] = ((out_features, 2), torch.float32)
+        if self.any_order:
+            found["weight_group"] = ((in_features,), torch.int32)
         if not self.symmetric:
             found["weight_zero"] = (groups, torch.uint8)
         if self.inputs == "static":
@@ -111,6 +118,6 @@ class QuantScheme:
                 if self.block_rows != 1
                 else (f"groups of {self.group_size}")
             )
-        zero = "" if self.symmetric else ", zero points"
+        zero = (", in any order" if self.any_order else "") + ("" if self.symmetric else ", zero points")
         inputs = "inputs not quantized" if self.inputs == "none" else f"{self.inputs} scales of inputs"
         return f"{self.weight_type} by {rows}{zero}, {inputs}"

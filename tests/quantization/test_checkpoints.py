@@ -353,9 +353,7 @@ def test_orders_and_zeros_of_gptq_are_checked(tmp_path: Path) -> None:
         }
 
     write(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, pack)
-    with pytest.raises(
-        ValueError, match=r"g_idx: the inputs are not in the order of their groups \(desc_act\)"
-    ):
+    with pytest.raises(ValueError, match=r"g_idx: the inputs are not in the order of their groups, but"):
         list(iterate_weights(tmp_path))
 
     def in_order(tensors: Tensors) -> None:
