@@ -88,10 +88,11 @@ def _nextn_weights(tensors: dict[str, TensorInfo], config: DraftConfig | None, w
     """Qwen's layer for drafting under the names of a NEXTN layer, its experts one by one."""
     if any(info.dtype in QUANTIZED_DTYPES for info in tensors.values()):
         raise ValueError(f"{where}: the layer for drafting (mtp.*) is quantized; supported is a plain one")
+    target = None if config is None else config.target
     for name, tensor in stream(tensors, None):
         prefix = next((prefix for prefix in _MTP if name.startswith(prefix)), "")
         name = f"model.layers.0.{_MTP[prefix]}{name.removeprefix(prefix)}" if prefix else name
-        for part in canonical_parts(name, tuple(tensor.shape), config and config.target):
+        for part in canonical_parts(name, tuple(tensor.shape), target):
             yield part.name, part.of(tensor)
 
 

@@ -10,6 +10,7 @@ that of the family.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -40,8 +41,8 @@ class NextNModel(BaseDraftModel):
         self.enorm = norm(model.hidden_size, model.rms_norm_eps)
         self.hnorm = norm(model.hidden_size, model.rms_norm_eps)
         self.eh_proj = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size)
-        layer_class = model_class(model.architecture.removesuffix("NextN")).layer_class
-        self.decoder = layer_class(model, 0, layers, moe, rotary_emb)
+        of_target: Any = model_class(model.architecture.removesuffix("NextN"))
+        self.decoder = of_target.layer_class(model, 0, layers, moe, rotary_emb)
         self.norm = norm(model.hidden_size, model.rms_norm_eps)
 
     def canonical_name(self, name: str) -> str | None:
