@@ -111,7 +111,7 @@ def test_targets_and_ignored_names() -> None:
         (group(FP8) | {"ignore": ["re:*"]}, "ignore has 're:.*nothing to repeat"),
         (group(NVFP4 | {"group_size": 32}, format="nvfp4-pack-quantized"), "group_size is 32; .* is 16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8'; supported is NVFP4"),
-        (GPTQ | {"bits": 3}, "bits is 3; supported is 4"),
+        (GPTQ | {"bits": 3}, "bits is 3; supported are 4 and 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'"),
         (TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "is .Int4Weight"),
