@@ -226,19 +226,19 @@ def test_processes(transport: str) -> None:
 
 
 def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed at once, before it can be ready."""
     from diptych.shared.engine.processes import disaggregated
 
-    def kill(self: Any, seconds: float) -> Any:
-        os.kill(self.process.pid, signal.SIGKILL)
-        return NEXT_MESSAGE(self, seconds)
+    def spawn_and_kill(*args: Any, **options: Any) -> Child:
+        child = spawn(*args, **options)
+        os.kill(child.process.pid, signal.SIGKILL)
+        return child
 
-    monkeypatch.setattr(disaggregated.Child, "next_message", kill)
+    spawn = disaggregated.Child.spawn
+    monkeypatch.setattr(disaggregated.Child, "spawn", spawn_and_kill)
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     with pytest.raises(RuntimeError, match="prefill engine has ended with signal SIGKILL"):
         LLM("tiny-dense", disaggregation=True, use={"transport": "shared_memory"}, **flags)
-
-
-NEXT_MESSAGE = Child.next_message
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
