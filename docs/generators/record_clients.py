@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from docs.generators.client_scripts import CLIENTS, Client
-from tests.server.running import serving
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "samples" / "clients.json"
@@ -30,6 +29,8 @@ INSTALL_SECONDS, RUN_SECONDS = 900, 300
 
 
 def main(folder: Path, names: list[str]) -> None:
+    from tests.server.running import serving  # not where pages are built
+
     found = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else {}
     with tempfile.TemporaryDirectory() as model:
         shutil.copytree(ROOT / "shared" / "assets" / "tiny-dense", model, dirs_exist_ok=True)
