@@ -25,8 +25,6 @@ import pytest
 HAS_GPU = any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
 if not HAS_GPU or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-else:  # many workers compile the same kernels
-    os.environ.setdefault("TRITON_CACHE_MANAGER", "diptych.optimized.kernels.triton_cache:FirstFileStays")
 
 
 @cache

@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
-from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from diptych.optimized.kernels.triton_cache import FirstFileStays
 from diptych.shared.hardware import num_cpus
 
 _aten = torch.ops.aten
@@ -84,9 +82,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
     at the end."""
     variants = Variants()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    executor = ThreadPoolExecutor(num_threads or _idle_cores(), "compile", _use, (device,))
-    with executor as threads, knobs.cache.scope():
-        knobs.cache.manager_class = FirstFileStays
+    with ThreadPoolExecutor(num_threads or _idle_cores(), "compile", _use, (device,)) as threads:
         with AsyncCompileMode(threads) as mode:
             JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
             try:

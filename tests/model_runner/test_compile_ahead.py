@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton import knobs
 
-from diptych.optimized.kernels.triton_cache import FirstFileStays
 from diptych.shared.engine import compilations
 from diptych.shared.engine.compilations import Compilation, Compilations
 from tests.gpu.test_hybrid import write_checkpoint
@@ -51,21 +49,6 @@ def test_requests_launch_no_other_variant(flags: dict[str, Any], tmp_path: Path)
     assert 30 <= found["known"] <= 120
     # Compiled once, then read from the folder, which is no compilation.
     assert found["counts"] == [[1, 1], [1, 2]]
-
-
-def test_a_module_that_another_process_has_written_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    cache = FirstFileStays("key")
-    path = Path(cache.put(b"one", "launcher.so"))
-    number = path.stat().st_ino
-    assert cache.put(b"one", "launcher.so") == str(path) == cache.get_file("launcher.so")
-    assert path.stat().st_ino == number
-    cache.put(b"two", "launcher.so")
-    assert path.read_bytes() == b"two"
-    assert Path(cache.put("text", "kernel.json")).read_text() == "text"
-    assert {each.name for each in tmp_path.rglob("*")} == {"key", "launcher.so", "kernel.json"}
 
 
 def test_only_compilations_after_the_start_count(monkeypatch: pytest.MonkeyPatch) -> None:
