@@ -20,7 +20,6 @@ from torch import nn
 
 from diptych.optimized.layers import (
     MLP,
-    GemmaRMSNorm,
     Linear,
     MergedLinear,
     RMSNorm,
@@ -43,6 +42,8 @@ from diptych.shared.modeling.vocabulary import embed_rows, gather_logits
 
 
 class DecoderAttention(AttentionModules):
+    q_spacing = 1  # heads of q_proj from one of q to the next
+
     def __init__(
         self,
         config: ModelConfig,
@@ -56,7 +57,7 @@ class DecoderAttention(AttentionModules):
         input_size = input_size or config.hidden_size
         q_size = config.num_qo_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": self.q_spacing * q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(input_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 
@@ -65,16 +66,15 @@ class DecoderAttention(AttentionModules):
         layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
         q_norm: Any = self.q_norm
         k_norm: Any = self.k_norm
-        has_own_norms = q_norm is None or any(
-            is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
-            for norm in (RMSNorm, GemmaRMSNorm)
+        has_own_norms = q_norm is None or (
+            is_builtin_layer(q_norm, RMSNorm) and is_builtin_layer(k_norm, RMSNorm)
         )
         rotary_emb: Any = self.rotary_emb
         # --8<-- [start:attention-forward]
         if is_builtin_layer(rotary_emb, RotaryEmbedding) and rotary_emb.can_store and has_own_norms:
             q = rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
             return attention.backend.run(q, layer, attention.plan).flatten(1)
-        q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
+        q, k, v = self.split_heads(x)
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
         if rotary_emb is not None:
@@ -83,11 +83,21 @@ class DecoderAttention(AttentionModules):
         return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
         # --8<-- [end:attention-forward]
 
+    def split_heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x: from qkv_proj -> q, k, v, each [num_tokens, heads, head_dim]."""
+        q, k, v = (part.unflatten(1, (-1, self.layer.head_dim)) for part in self.qkv_proj.split(x).values())
+        return q[:, :: self.q_spacing], k, v
+
 
 class DecoderLayer(LayerModules):
     attention_class: type[nn.Module] = DecoderAttention
     mla_class = MLAAttention
     mlp_class = MLP
+
+    @property
+    def attend(self) -> Any:
+        """Its qkv_proj, forward and o_proj are the first half of the layer."""
+        return self.self_attn
 
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         """The last layer's output is that of the tokens attention.rows. The tensors of x may be
@@ -95,14 +105,14 @@ class DecoderLayer(LayerModules):
         # --8<-- [start:decoder-layer]
         if x.pending is None:
             residual = x.residual
-            qkv = self.self_attn.qkv_proj(residual, self.input_layernorm)
+            qkv = self.attend.qkv_proj(residual, self.input_layernorm)
         else:
             normed, residual = add_and_norm(self.input_layernorm, x)
-            qkv = self.self_attn.qkv_proj(normed)
-        heads = self.self_attn(qkv, positions, attention)
+            qkv = self.attend.qkv_proj(normed)
+        heads = self.attend(qkv, positions, attention)
         if self.is_last and attention.rows is not None:
             residual, heads = residual[attention.rows], heads[attention.rows]
-        x = self._add_later(self.self_attn.o_proj, residual, heads)
+        x = self._add_later(self.attend.o_proj, residual, heads)
         if isinstance(self.mlp, MoE):
             normed, residual = add_and_norm(self.post_attention_layernorm, x)
             return Stream(residual, sum_later(self.tp, self.mlp(normed)))

@@ -81,37 +81,28 @@ class Linear(nn.Module):
 
 
 class RMSNorm(interface.RMSNorm):
+    unit_offset = False
+
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
         self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
 
     def add_sums_and_norm(
         self, sums: PartialSums, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what add_and_norm does with the total of the partial sums."""
-        return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps)
+        return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps, self.unit_offset)
 
 
 class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
-    """A norm that is not fused with GEMMs."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, unit_offset=True)
-
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps, unit_offset=True)
-
-    def add_sums_and_norm(
-        self, sums: PartialSums, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_partial_sums_rms_norm(sums.parts, residual, self.weight, self.eps, unit_offset=True)
+    unit_offset = True
 
 
 class RotaryEmbedding(interface.RotaryEmbedding):
@@ -159,7 +150,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
-            isinstance(q_norm, GemmaRMSNorm),
+            q_norm is not None and q_norm.unit_offset,
             attention.kv_pool.k_buffer(layer.layer_id),
             attention.kv_pool.v_buffer(layer.layer_id),
             attention.out_cache_loc,
@@ -200,7 +191,9 @@ class MergedLinear(interface.MergedLinear, Linear):
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
         if self.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
-            return small_batch_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+            return small_batch_linear.norm_linear(
+                x, norm.weight, norm.eps, self.weight, self.bias, norm.unit_offset
+            )
         return super().forward(x if norm is None else norm(x))
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -243,7 +236,9 @@ class MLP(nn.Module):
         if is_plain and self.gate_up_proj.uses_gemv(x) and norm is None:
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
         if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
-            return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
+            return small_batch_linear.norm_linear_silu(
+                x, norm.weight, norm.eps, self.gate_up_proj.weight, norm.unit_offset
+            )
         return self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
 
 
@@ -270,8 +265,7 @@ def add_and_norm(norm: Any, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
 
 def adds_in_kernel(norm: interface.RMSNorm) -> bool:
     """Whether a kernel may do what norm.add_and_norm does: a method of this file, replaced by no hook."""
-    builtin = (RMSNorm.add_and_norm, GemmaRMSNorm.add_and_norm)
-    return type(norm).add_and_norm in builtin and "add_and_norm" not in vars(norm)
+    return type(norm).add_and_norm is RMSNorm.add_and_norm and "add_and_norm" not in vars(norm)
 
 
 def use_gemv(x: torch.Tensor) -> bool:

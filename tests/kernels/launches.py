@@ -241,9 +241,10 @@ def rope(
     dtype: torch.dtype,
     is_gemma: bool = False,
     kv_dtype: torch.dtype | None = None,
+    q_spacing: int = 1,
 ) -> None:
     num_qo_heads = 4 * NUM_KV_HEADS
-    qkv = torch.empty(num_tokens, (num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
+    qkv = torch.empty(num_tokens, (q_spacing * num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
     positions, slots = torch.empty(2, num_tokens, dtype=torch.int64)
     weight = torch.empty(head_dim, dtype=dtype) if normed else None
     k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype)
@@ -322,6 +323,7 @@ def _launches() -> dict[str, Launch]:
         add(deterministic, f"d{head_dim}-g4-bf16-extras", head_dim, 4, torch.bfloat16, **extras)
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
         add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
+        add(rope, f"d{head_dim}-t8-gates", 8, head_dim, head_dim // 4, True, torch.bfloat16, q_spacing=2)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
         add(decode, f"d{head_dim}-g64-bf16-fp8kv", head_dim, 64, 64, torch.bfloat16, FP8)
         for name, dtype in DTYPES.items():

@@ -69,9 +69,10 @@ class Data:
     def product(self) -> torch.Tensor:
         return self.x.double() @ self.weight.double().T
 
-    def product_of_norm(self) -> torch.Tensor:
+    def product_of_norm(self, unit_offset: bool = False) -> torch.Tensor:
         x = self.x.double()
-        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.double()
+        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        normed *= self.norm_weight.double() + unit_offset
         return normed @ self.normed_weight.double().T
 
 

@@ -14,7 +14,7 @@ from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
-from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
+from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
 from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.interfaces.linear_attention import LinearLayer
@@ -92,4 +92,7 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
     delta_rule(c, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     delta_chunks(c, g, beta, o, rows.states, config, steps)
     keep_inputs(u, g, beta, rows, steps)
+    if not num_held:
+        convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
     norm_and_gate(o, z, torch.empty(v_dim), 1e-6)
+    gate_heads(o.flatten(1), z.unflatten(1, (heads, v_dim)))

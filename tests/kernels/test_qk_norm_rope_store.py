@@ -26,6 +26,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype | None = None
     context_len: int = 100
+    q_spacing: int = 1
 
 
 CASES = [
@@ -41,11 +42,12 @@ CASES = [
     Case(3, 1, 1, 2, 2, False),
     Case(130, 2, 1, 24, 22, True),
     Case(0, 4, 2, 64, 64, True),
+    Case(3, 5, 2, 24, 8, True, q_spacing=2),
 ]
 
 
 def name_of(case: Case) -> str:
-    norm = "-norm" * case.has_norm
+    norm = "-norm" * case.has_norm + "-gates" * (case.q_spacing == 2)
     return (
         f"{case.num_tokens}-{case.num_qo_heads}:{case.num_kv_heads}-{case.rotary_dim}of{case.head_dim}{norm}"
     )
@@ -75,7 +77,8 @@ class Run:
         inputs, n, d = Inputs(0), case.num_tokens, case.head_dim
         hq, hkv = case.num_qo_heads, case.num_kv_heads
         self.case = case
-        self.qkv = amid_poison(inputs.normal(n, (hq + 2 * hkv) * d, dtype=case.dtype, std=2.0))
+        width = (case.q_spacing * hq + 2 * hkv) * d
+        self.qkv = amid_poison(inputs.normal(n, width, dtype=case.dtype, std=2.0))
         self.positions = inputs.integers(case.context_len, n)
         angles = 6.0 * inputs.uniform(case.context_len, case.rotary_dim // 2)
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -98,8 +101,9 @@ class Run:
     def expected(self) -> list[torch.Tensor]:
         case = self.case
         hq, hkv = case.num_qo_heads, case.num_kv_heads
-        heads = self.qkv.double().unflatten(1, (hq + 2 * hkv, case.head_dim))
-        q, k, v = heads.split((hq, hkv, hkv), dim=1)
+        heads = self.qkv.double().unflatten(1, (-1, case.head_dim))
+        q, k, v = heads.split((case.q_spacing * hq, hkv, hkv), dim=1)
+        q = q[:, :: case.q_spacing]
         positions = self.positions.clamp(max=case.context_len - 1)
         cos, sin = self.cos_sin.double()[positions][:, None].chunk(2, dim=-1)
         out = []
@@ -162,7 +166,7 @@ def test_positions_beyond_the_table_read_nothing_else() -> None:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_rotation_alone(case: Case, dtype: torch.dtype) -> None:
     run = Run(replace(case, has_norm=False, dtype=dtype))
-    q = run.qkv.unflatten(1, (-1, case.head_dim))[:, : case.num_qo_heads]
+    q = run.qkv.unflatten(1, (-1, case.head_dim))[:, : case.q_spacing * case.num_qo_heads : case.q_spacing]
     rotated = run_poisoned(rotate, q, run.positions, run.cos_sin)
     expect_turned("q", rotated, run.expected()[0], run.case)
 

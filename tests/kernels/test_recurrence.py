@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.optimized.kernels.recurrence.gates import decay_and_beta, norm_and_gate
+from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.linear_attention import LinearAttention
 from diptych.shared.interfaces.linear_attention import StateStore
 from diptych.shared.tools.conformance.clauses.device import check_device
@@ -95,3 +95,6 @@ def test_gates() -> None:
     normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
     expected = normed.flatten(1) * torch.nn.functional.silu(z)
     torch.testing.assert_close(norm_and_gate(o, z, weight, 1e-6), expected)
+    heads, gates = normal(5, 72), normal(5, 2, 6, 24)[:, 1, :, 5:17]
+    expected = heads * torch.sigmoid(gates).flatten(1)
+    torch.testing.assert_close(gate_heads(heads, gates), expected)

@@ -75,6 +75,22 @@ def check_norm_linear_silu(module: ModuleType, case: Case) -> None:
     expect_close("activation", y, gate.sigmoid() * gate * up, rounding)
 
 
+def check_unit_offset(module: ModuleType, case: Case) -> None:
+    """The norm of Gemma, in front of a GEMM and of an activation."""
+    data = Data(case)
+    arguments = data.x, data.norm_weight, EPS, data.normed_weight
+    y = run_poisoned(module.norm_linear, *arguments, None, True)
+    expected = data.product_of_norm(unit_offset=True)
+    # Values are twice as large as those of the other norm.
+    expect_close("GEMM of the norm", y / 2, expected / 2, close(case.dtype, "norm", "elementwise"))
+    data = Data(case, rows=2 * case.out_features)
+    arguments = data.x, data.norm_weight, EPS, data.normed_weight
+    y = run_poisoned(module.norm_linear_silu, *arguments, True)
+    gate, up = data.product_of_norm(unit_offset=True).chunk(2, dim=-1)
+    rounding = close(case.dtype, "norm", "norm", "elementwise")
+    expect_close("activation", y / 4, gate.sigmoid() * gate * up / 4, rounding)
+
+
 def check_linear_add(module: ModuleType, case: Case) -> None:
     data = Data(case)
     expected = data.residual.double() + data.product()
@@ -98,7 +114,8 @@ def check_linear_silu(module: ModuleType, case: Case) -> None:
 
 
 CHECKS: list[Check] = [
-    check_linear, check_norm_linear, check_norm_linear_silu, check_linear_silu, check_linear_add,
+    check_linear, check_norm_linear, check_norm_linear_silu, check_unit_offset, check_linear_silu,
+    check_linear_add,
 ]  # fmt: skip
 CHECKS_BY_NAME = {check.__name__.removeprefix("check_"): check for check in CHECKS}
 
@@ -252,7 +269,11 @@ MUTANTS = {
         "warp_gemv", "squares, 0) / SIZE", "squares, 0) / (TILES * COLUMNS)", check_norm_linear, GEMV
     ),
     "the norm's weight is left out": Mutant(
-        "warp_gemv", "x * norm_weight.to(tl.float32)", "x", check_norm_linear, GEMV
+        "warp_gemv", "rounded(x, dtype).to(tl.float32) * weight", "rounded(x, dtype).to(tl.float32)",
+        check_norm_linear, GEMV,
+    ),
+    "the norm of Gemma forgets 1 +": Mutant(
+        "warp_gemv", "1.0 + weight", "weight", check_unit_offset, GEMV
     ),
     "every token has the first one's norm": Mutant(
         "warp_gemv", "x * scales[t]", "x * scales[0]", check_norm_linear, GEMV

@@ -111,8 +111,9 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+    Q_SPACING: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    K_HEAD: tl.constexpr = NUM_QO_HEADS * Q_SPACING  # the first of k in a row of qkv
     QO_GROUPS: tl.constexpr = (NUM_QO_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     group = tl.program_id(1)
@@ -131,7 +132,8 @@ def _qk_norm_rope_store_kernel(
             mask = live & (heads < NUM_QO_HEADS)
             q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
             _norm_and_rotate(
-                row + heads * HEAD_DIM, q_row + heads * HEAD_DIM, q_weight_ptr, cos, sin, eps, 1.0, mask,
+                row + heads * (Q_SPACING * HEAD_DIM), q_row + heads * HEAD_DIM, q_weight_ptr,
+                cos, sin, eps, 1.0, mask,
                 HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
         else:
@@ -140,7 +142,7 @@ def _qk_norm_rope_store_kernel(
             slots = tl.load(out_cache_loc_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
             k_row = k_ptr + (slots * stride_k)[:, None, None]
             _norm_and_rotate(
-                row + (NUM_QO_HEADS + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
+                row + (K_HEAD + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
                 cos, sin, eps, k_scale, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
                 HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
@@ -151,7 +153,7 @@ def _qk_norm_rope_store_kernel(
         slots = tl.load(out_cache_loc_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
         if USE_PDL:
             tl.extra.cuda.gdc_wait()
-        v = tl.load(row + (NUM_QO_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + offs, mask=in_head, other=0.0)
+        v = tl.load(row + (K_HEAD + NUM_KV_HEADS + heads) * HEAD_DIM + offs, mask=in_head, other=0.0)
         v_row = v_ptr + (slots * stride_v)[:, None, None]
         tl.store(
             v_row + heads * stride_v_head + offs, to_pool(v, v_scale, v_ptr.dtype.element_ty), mask=in_head
@@ -240,17 +242,18 @@ def qk_norm_rope_store(
     kv_scales: KVScales = NO_SCALES,
     is_deterministic: bool = False,
 ) -> torch.Tensor:
-    """qkv [n, (num_qo_heads + 2 * num_kv_heads) * head_dim], positions and out_cache_loc [n], cos_sin float32
-    [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
-    any type, in FP8 over kv_scales -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc;
-    leaves qkv alone.
+    """qkv [n, (q_spacing * num_qo_heads + 2 * num_kv_heads) * head_dim]: behind each head of q, q_spacing - 1
+    heads are left out. positions and out_cache_loc [n], cos_sin float32 [positions, rotary_dim] (cosines,
+    then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of any type, in FP8 over kv_scales
+    -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc; leaves qkv alone.
     `unit_offset`: the norms are those of GemmaRMSNorm.
     is_deterministic: a head is normed in the same order whatever n is.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
     be from before the last launch that was not a programmatic dependent one."""
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
-    assert qkv.shape[1] == (num_qo_heads + 2 * num_kv_heads) * head_dim
+    q_spacing = (qkv.shape[1] // head_dim - 2 * num_kv_heads) // num_qo_heads
+    assert qkv.shape[1] == (q_spacing * num_qo_heads + 2 * num_kv_heads) * head_dim
     assert qkv.stride(1) == k_buffer.stride(2) == v_buffer.stride(2) == 1
     assert positions.is_contiguous()
     assert out_cache_loc.is_contiguous()
@@ -265,7 +268,7 @@ def qk_norm_rope_store(
         num_tokens, cos_sin.shape[0] - 1, eps, *kv_scales,
         qkv.stride(0), k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1),
         NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles,
+        BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles, Q_SPACING=q_spacing,
         HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=4, **pdl_options(qkv),
     )  # fmt: skip
     return q

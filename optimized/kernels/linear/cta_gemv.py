@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.carveout import prefer_l1
+from diptych.optimized.kernels.linear.warp_gemv import Norm, weighted
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded, widened
 
 MAX_ROWS = 65536
@@ -50,7 +51,7 @@ def _cta_gemv_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, eps, stride_weight,
     OUT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
     GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = SIZE // COLUMNS
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -78,9 +79,8 @@ def _cta_gemv_kernel(
         scale = tl.rsqrt(squares / SIZE + eps)[:, None]
         normed = ()
         for i in tl.static_range(TILES):
-            # Rounded twice, as RMSNorm does: the normalized value, and that times the weight.
-            x = rounded(xs[i].to(tl.float32) * scale, dtype).to(tl.float32)
-            normed += (rounded(x * norm_weights[i].to(tl.float32), dtype),)
+            x = xs[i].to(tl.float32) * scale
+            normed += (weighted(x, norm_weights[i], dtype, UNIT_OFFSET),)
         xs = normed
 
     for block in range(program, BLOCKS, PROGRAMS):
@@ -119,7 +119,7 @@ def cta_gemv(
     weight: torch.Tensor,
     y: torch.Tensor,
     *,
-    norm: tuple[torch.Tensor, float] | None = None,
+    norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
@@ -130,7 +130,7 @@ def cta_gemv(
     assert weight.shape == ((2 if gated else 1) * out, size)
     assert x.stride(1) == 1 == weight.stride(1) == y.stride(1)
     assert residual is None or residual.stride(1) == 1
-    norm_weight, eps = (x, 0.0) if norm is None else norm
+    norm_weight, eps, unit_offset = norm or Norm(x, 0.0, False)
     warps, rows, per_sm = plan(out, size)
     rows = min(rows, out & -out)
     num_programs = out // rows
@@ -141,7 +141,7 @@ def cta_gemv(
         eps, weight.stride(0),
         OUT=out, SIZE=size, COLUMNS=min(4096, size & -size), ROWS=rows, PROGRAMS=num_programs,
         GATED=gated, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=warps, **pdl_options(x),
+        UNIT_OFFSET=unit_offset, num_warps=warps, **pdl_options(x),
     )  # fmt: skip
     prefer_l1(launched)
 

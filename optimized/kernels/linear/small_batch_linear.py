@@ -20,7 +20,7 @@ from diptych.optimized.kernels.linear.rms_norm import rms_norm
 from diptych.optimized.kernels.linear.silu_and_mul import silu_and_mul
 from diptych.optimized.kernels.linear.sliced_k_gemm import sliced_k_gemm
 from diptych.optimized.kernels.linear.tiled_gemm import num_parts, tiled_gemm
-from diptych.optimized.kernels.linear.warp_gemv import warp_gemv
+from diptych.optimized.kernels.linear.warp_gemv import Norm, warp_gemv
 
 KERNELS = {
     "warp_gemv": warp_gemv,
@@ -64,25 +64,30 @@ def norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
-    """linear(rms_norm(h)), the norm rounded as rms_norm does."""
+    """linear(rms_norm(h)), the norm rounded as rms_norm does. `unit_offset`: as in GemmaRMSNorm."""
     kernel = kernel_for(h, weight)
     if kernel not in NORM_KERNELS:
-        return linear(rms_norm(h, norm_weight, eps), weight, bias)
+        return linear(rms_norm(h, norm_weight, eps, unit_offset), weight, bias)
     y = torch.empty(h.shape[0], weight.shape[0], dtype=h.dtype, device=h.device)
-    NORM_KERNELS[kernel](h, weight, y, norm=(norm_weight, eps), bias=bias)
+    NORM_KERNELS[kernel](h, weight, y, norm=Norm(norm_weight, eps, unit_offset), bias=bias)
     return y
 
 
 def norm_linear_silu(
-    h: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_up_weight: torch.Tensor
+    h: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    gate_up_weight: torch.Tensor,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """linear_silu of rms_norm(h)."""
     kernel = kernel_for(h, gate_up_weight, gated=True)
     if kernel not in NORM_KERNELS:
-        return linear_silu(rms_norm(h, norm_weight, eps), gate_up_weight)
+        return linear_silu(rms_norm(h, norm_weight, eps, unit_offset), gate_up_weight)
     y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
-    NORM_KERNELS[kernel](h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    NORM_KERNELS[kernel](h, gate_up_weight, y, norm=Norm(norm_weight, eps, unit_offset), gated=True)
     return y
 
 

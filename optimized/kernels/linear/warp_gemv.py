@@ -24,6 +24,8 @@ launched normally waits for all earlier work and is safe anywhere.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -58,6 +60,25 @@ def _load_again(tile, mask, IS_MASKED: tl.constexpr):
         return tl.load(tile, cache_modifier=".ca")
 
 
+class Norm(NamedTuple):
+    """The RMSNorm of a GEMV's input."""
+
+    weight: torch.Tensor
+    eps: float
+    unit_offset: bool = False  # that of GemmaRMSNorm
+
+
+@triton.jit
+def weighted(x, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """Normalized float32 values times the weight of their norm, rounded to `dtype`."""
+    weight = weight.to(tl.float32)
+    if UNIT_OFFSET:
+        return rounded(x * (1.0 + weight), dtype)
+    else:
+        # Rounded twice, as RMSNorm does: the normalized value, and that times the weight.
+        return rounded(rounded(x, dtype).to(tl.float32) * weight, dtype)
+
+
 @triton.jit
 def _warp_gemv_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
@@ -65,7 +86,7 @@ def _warp_gemv_kernel(
     NUM_TOKENS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr,
     WARPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr, AHEAD: tl.constexpr,
     GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = STEPS * 32 * VECTOR
     TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
@@ -139,9 +160,7 @@ def _warp_gemv_kernel(
                 x = _load_again(x_ptr + t * stride_x + i * COLUMNS + columns, mask, MASK_COLUMNS)
                 x = widened(x, USE_PDL)
             if HAS_NORM:
-                # Rounded twice, as RMSNorm does: the normalized value, and that times the weight.
-                x = rounded(x * scales[t], dtype).to(tl.float32)
-                x = widened(rounded(x * norm_weight.to(tl.float32), dtype), USE_PDL)
+                x = widened(weighted(x * scales[t], norm_weight, dtype, UNIT_OFFSET), USE_PDL)
             for p in tl.static_range(PARTS):
                 products = x * widened(weights[i * PARTS + p], USE_PDL)
                 new_sums += (sums[t * PARTS + p] + tl.sum(tl.sum(products, 3), 2),)
@@ -167,7 +186,7 @@ def warp_gemv(
     weight: torch.Tensor,
     y: torch.Tensor,
     *,
-    norm: tuple[torch.Tensor, float] | None = None,
+    norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
@@ -181,7 +200,7 @@ def warp_gemv(
     assert weight.shape == ((2 if gated else 1) * out, size)
     assert x.stride(1) == 1 == weight.stride(1) == y.stride(1)
     assert residual is None or residual.stride(1) == 1
-    norm_weight, eps = (x, 0.0) if norm is None else norm
+    norm_weight, eps, unit_offset = norm or Norm(x, 0.0, False)
     vector = 16 // x.element_size()
     warps, groups, steps, ahead = plan(out, size, num_tokens, vector, norm is not None, gated)
     launched = _warp_gemv_kernel[(triton.cdiv(out, warps * groups),)](
@@ -190,7 +209,7 @@ def warp_gemv(
         NUM_TOKENS=num_tokens, OUT=out, SIZE=size,
         WARPS=warps, GROUPS=groups, STEPS=steps, VECTOR=vector, AHEAD=ahead,
         GATED=gated, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=4 if INTERPRETED else warps, **pdl_options(x),
+        UNIT_OFFSET=unit_offset, num_warps=4 if INTERPRETED else warps, **pdl_options(x),
     )  # fmt: skip
     prefer_l1(launched)
 

@@ -3,9 +3,12 @@
 Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
 cache that its neighbours have read.
 
-Shape: a CTA has one token and a block of channels. Keeping is a launch of its own, behind the recurrence: the
-first tokens of a step read the inputs that its last ones replace. Where drafts are verified, the nodes that a
-row holds from its last step lie between its inputs and the new tokens, as many as were accepted.
+Shape: a CTA has one token and a block of channels. Where each request has one token and no drafts are held,
+it keeps the inputs as well. Otherwise keeping is a launch of its own, behind the recurrence: the first tokens
+of a step read the inputs that its last ones replace, and the recurrence goes through the held nodes. These,
+as many as were accepted, lie between a row's inputs and the new tokens.
+
+The tables of a step are made before its first launch, so they are read before the previous kernel ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import pdl_options
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -62,49 +66,18 @@ def convolved(
 
 
 @triton.jit
-def _convolve_kernel(
-    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+def _keep(
+    u_ptr, held_ptr, inputs_ptr, request, stores_ptr, num_accepted, offs, mask, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < C
-    number = tl.load(request_of_ptr + token)
-    request = requests_ptr + number * NUM_FIELDS
-    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
-    row = tl.load(request + ROW).to(tl.int64)
-    num_accepted = 0
-    if NODES > 0:
-        num_accepted = tl.load(accepted_ptr + number)
-    c = convolved(
-        u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr, first_token,
-        num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
-    )  # fmt: skip
-    tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
-
-
-@triton.jit
-def _keep_inputs_kernel(
-    u_ptr, g_ptr, beta_ptr, held_ptr, gates_ptr, inputs_ptr, requests_ptr, stores_ptr, accepted_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, NUM_NODES: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The last inputs of a request, and those of its checkpoints before them: these read the old ones. Of a
-    verify step those of the nodes that it began with, and its own nodes beside them."""
-    request = requests_ptr + tl.program_id(0) * NUM_FIELDS
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < C
+    """The last inputs of a request, and those of its checkpoints before them: these read the old ones."""
     first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
     row, first_store, last_store = (
         tl.load(request + ROW),
         tl.load(request + FIRST_STORE),
         tl.load(request + LAST_STORE),
     )
-    num_accepted = 0
-    if NODES > 0:
-        num_accepted = tl.load(accepted_ptr + tl.program_id(0))
     own_ptr = inputs_ptr + row.to(tl.int64) * ((TAPS - 1) * C)
-    held_ptr += row.to(tl.int64) * (NODES * C)
     for store in range(first_store, last_store + 1):
         target, num_tokens = row, tl.load(request + NUM_KEPT)
         if store < last_store:
@@ -118,6 +91,56 @@ def _keep_inputs_kernel(
                 TAPS,
             )  # fmt: skip
             tl.store(target_ptr + i * C + offs, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _convolve_kernel(
+    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, stores_ptr, accepted_ptr,
+    STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < C
+    number = tl.load(request_of_ptr + token)
+    request = requests_ptr + number * NUM_FIELDS
+    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
+    row = tl.load(request + ROW).to(tl.int64)
+    num_accepted = 0
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + number)
+    c = convolved(
+        u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr, first_token,
+        num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
+    )  # fmt: skip
+    tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
+    if KEEPS:
+        _keep(u_ptr, held_ptr, inputs_ptr, request, stores_ptr, 0, offs, mask, STRIDE_U, C, TAPS)
+
+
+@triton.jit
+def _keep_inputs_kernel(
+    u_ptr, g_ptr, beta_ptr, held_ptr, gates_ptr, inputs_ptr, requests_ptr, stores_ptr, accepted_ptr, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, NUM_NODES: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Of a verify step the inputs of the nodes that it began with are kept, and its own nodes beside them."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = requests_ptr + tl.program_id(0) * NUM_FIELDS
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < C
+    first_token, row = tl.load(request + START), tl.load(request + ROW)
+    num_accepted = 0
+    if NODES > 0:
+        num_accepted = tl.load(accepted_ptr + tl.program_id(0))
+    held_ptr += row.to(tl.int64) * (NODES * C)
+    _keep(u_ptr, held_ptr, inputs_ptr, request, stores_ptr, num_accepted, offs, mask, STRIDE_U, C, TAPS)
     for node in range(NUM_NODES):
         token = (first_token + node).to(tl.int64)
         tl.store(held_ptr + node * C + offs, tl.load(u_ptr + token * STRIDE_U + offs, mask=mask), mask=mask)
@@ -132,6 +155,11 @@ def _block(num_channels: int) -> int:
     return min(triton.next_power_of_2(num_channels), 512)
 
 
+def keeps_at_once(rows: LayerRows, steps: LinearSteps) -> bool:
+    """Whether `convolve` keeps the inputs of the step, and `keep_inputs` has nothing to do."""
+    return steps.num_single == steps.num_requests and rows.held_inputs.shape[1] == 0
+
+
 def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: LinearSteps) -> torch.Tensor:
     """u [num_tokens, num_channels], weight [num_channels, taps] -> c [num_tokens, num_channels] float32."""
     num_tokens, num_channels = u.shape
@@ -140,8 +168,9 @@ def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: Line
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
     _convolve_kernel[(num_tokens, triton.cdiv(num_channels, block))](
-        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
-        u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1], BLOCK=block,
+        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.stores,
+        steps.accepted, u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1],
+        KEEPS=keeps_at_once(rows, steps), BLOCK=block, **pdl_options(u),
     )  # fmt: skip
     return c
 
@@ -150,10 +179,13 @@ def keep_inputs(
     u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, rows: LayerRows, steps: LinearSteps
 ) -> None:
     """Update `inputs` of the rows and checkpoints of the step; in a verify step also what rows hold."""
+    if keeps_at_once(rows, steps):
+        return
     num_channels, num_heads, block = u.shape[1], g.shape[1], _block(u.shape[1])
     assert num_heads <= block
     _keep_inputs_kernel[(steps.num_requests, triton.cdiv(num_channels, block))](
         u, g, beta, rows.held_inputs, rows.held_gates, rows.inputs, steps.requests, steps.stores,
         steps.accepted, u.stride(0), C=num_channels, TAPS=rows.inputs.shape[1] + 1,
         NODES=rows.held_inputs.shape[1], NUM_NODES=steps.num_nodes, HEADS=num_heads, BLOCK=block,
+        **pdl_options(u),
     )  # fmt: skip

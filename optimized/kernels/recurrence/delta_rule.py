@@ -9,6 +9,7 @@ bandwidth, and nothing else counts.
 
 Shape: a CTA has one request, one value head and a block of the columns of its state: columns do not
 depend on each other, so a tile stays in registers. q and k are normed again by each CTA; they are short.
+The state is of an earlier step, so its loads do not wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import pdl_options
 from diptych.optimized.kernels.recurrence.convolve import convolved
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
@@ -51,6 +53,7 @@ def _delta_rule_kernel(
     order_ptr, requests_ptr, stores_ptr, accepted_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
     NODES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(1), tl.load(order_ptr + tl.program_id(0))
     k_offs, v_offs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -65,6 +68,9 @@ def _delta_rule_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if tl.load(request + IS_FIRST) == 0:
         state = tl.load(row_ptr + tile, mask=mask, other=0.0)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     if NODES > 0:
         num_accepted = tl.load(accepted_ptr + number)
@@ -125,5 +131,5 @@ def delta_rule(
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
         NUM_NODES=steps.num_nodes, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16),
-        BLOCK_V=block_v,
+        BLOCK_V=block_v, **pdl_options(c),
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""What stands before and after the recurrence of linear attention, one launch each.
+"""What stands before and after the recurrence of linear attention, and behind attention with gates, one
+launch each.
 
 Roofline bound: each value read once and written once, over the memory's bandwidth; for few tokens a launch.
 
-Shape: a CTA has a token and, of the norm, one head: the norm needs all of its columns.
+Shape: a CTA has a token and, of the norm and of attention, one head: the norm needs all of its columns.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import pdl_options, rounded
+
 
 @triton.jit
 def _decay_and_beta_kernel(
     a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, stride_a, stride_b,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = heads < HEADS
+    dt_bias = tl.load(dt_bias_ptr + heads, mask=mask, other=0.0)
+    A = tl.exp(tl.load(A_log_ptr + heads, mask=mask, other=0.0))
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     a = tl.load(a_ptr + token * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
-    x = a + tl.load(dt_bias_ptr + heads, mask=mask, other=0.0)
+    x = a + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    g = -tl.exp(tl.load(A_log_ptr + heads, mask=mask, other=0.0)) * softplus
-    tl.store(g_ptr + token * HEADS + heads, g, mask=mask)
+    tl.store(g_ptr + token * HEADS + heads, -A * softplus, mask=mask)
     tl.store(beta_ptr + token * HEADS + heads, 1.0 / (1.0 + tl.exp(-b)), mask=mask)
 
 
@@ -37,31 +44,28 @@ def decay_and_beta(
     assert a.stride(1) == b.stride(1) == 1
     g, beta = (torch.empty(num_tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))
     _decay_and_beta_kernel[(num_tokens,)](
-        a,
-        b,
-        A_log,
-        dt_bias,
-        g,
-        beta,
-        a.stride(0),
-        b.stride(0),
-        HEADS=heads,
-        BLOCK=triton.next_power_of_2(heads),
-    )
+        a, b, A_log, dt_bias, g, beta, a.stride(0), b.stride(0),
+        HEADS=heads, BLOCK=triton.next_power_of_2(heads), num_warps=1, **pdl_options(a),
+    )  # fmt: skip
     return g, beta
 
 
 @triton.jit
 def _norm_and_gate_kernel(
-    o_ptr, z_ptr, weight_ptr, y_ptr, eps, stride_z, HEADS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):
+    o_ptr, z_ptr, weight_ptr, y_ptr, eps, stride_z,
+    HEADS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     token, head, offs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     mask = offs < V
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     o = tl.load(o_ptr + (token * HEADS + head) * V + offs, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + token * stride_z + head * V + offs, mask=mask, other=0.0).to(tl.float32)
-    normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * weight
     y = normed * z / (1.0 + tl.exp(-z))
-    tl.store(y_ptr + (token * HEADS + head) * V + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + (token * HEADS + head) * V + offs, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 def norm_and_gate(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -71,6 +75,36 @@ def norm_and_gate(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: f
     assert z.stride(1) == 1
     y = torch.empty(num_tokens, heads * v_dim, dtype=z.dtype, device=z.device)
     _norm_and_gate_kernel[(num_tokens, heads)](
-        o, z, weight, y, eps, z.stride(0), HEADS=heads, V=v_dim, BLOCK=triton.next_power_of_2(v_dim)
-    )
+        o, z, weight, y, eps, z.stride(0), HEADS=heads, V=v_dim, BLOCK=triton.next_power_of_2(v_dim),
+        num_warps=1, **pdl_options(z),
+    )  # fmt: skip
     return y
+
+
+@triton.jit
+def _gate_heads_kernel(
+    o_ptr, gate_ptr, stride_o, stride_gate, stride_gate_head,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    token, head, offs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    mask = offs < HEAD_DIM
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_ptr += token * stride_o + head * HEAD_DIM + offs
+    gate = tl.load(gate_ptr + token * stride_gate + head * stride_gate_head + offs, mask=mask, other=0.0)
+    y = tl.load(o_ptr, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))
+    tl.store(o_ptr, rounded(y, o_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_heads(o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """o [num_tokens, heads * head_dim] times sigmoid(gate), gate [num_tokens, heads, head_dim] of any strides
+    but the last, rounded once. Written over o."""
+    num_tokens, heads, head_dim = gate.shape
+    assert o.shape == (num_tokens, heads * head_dim)
+    assert o.stride(1) == gate.stride(2) == 1
+    _gate_heads_kernel[(num_tokens, heads)](
+        o, gate, o.stride(0), gate.stride(0), gate.stride(1),
+        HEAD_DIM=head_dim, BLOCK=triton.next_power_of_2(head_dim), num_warps=1, **pdl_options(o),
+    )  # fmt: skip
+    return o
