@@ -99,14 +99,23 @@ def _delta_rule_kernel(
         k = unit(tl.load(c_ptr + token * C + k_offs_c, mask=k_mask, other=0.0), 0)
         v = tl.load(c_ptr + token * C + v_offs_c, mask=v_mask, other=0.0)
         g, beta = tl.load(g_ptr + token * HEADS + head), tl.load(beta_ptr + token * HEADS + head)
-        state = _write(state, k, v, g, beta)
-        o = tl.sum(state * q[:, None], axis=0)
+        # What q reads of the new state, without waiting for it: of the old one, and of the correction.
+        kept = tl.exp(g)
+        read = kept * tl.sum(state * q[:, None], axis=0)
+        correction = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
+        o = read + tl.sum(q * k, axis=0) * correction
+        state = kept * state + k[:, None] * correction[None, :]
         tl.store(o_ptr + (token * HEADS + head) * V + v_offs, o.to(o_ptr.dtype.element_ty), mask=v_mask)
     if NUM_NODES == 0:
         tl.store(row_ptr + tile, state, mask=mask)
         for store in range(tl.load(request + FIRST_STORE), tl.load(request + LAST_STORE)):
             checkpoint = tl.load(stores_ptr + 2 * store + 1)
             tl.store(states_ptr + checkpoint * (HEADS * K * V) + tile, state, mask=mask)
+
+
+def tile(v_head_dim: int) -> tuple[int, int]:
+    """(columns of the state, warps) of a CTA."""
+    return min(max(triton.next_power_of_2(v_head_dim), 16), 32), 4
 
 
 def delta_rule(
@@ -124,12 +133,12 @@ def delta_rule(
     if not steps.num_single:
         return
     config = layer.config
-    block_v = min(max(triton.next_power_of_2(config.v_head_dim), 16), 32)
+    block_v, num_warps = tile(config.v_head_dim)
     _delta_rule_kernel[(steps.num_single, config.num_v_heads, triton.cdiv(config.v_head_dim, block_v))](
         c, g, beta, o, rows.states, rows.inputs, rows.held_inputs, rows.held_gates, layer.conv_weight,
         steps.single, steps.requests, steps.stores, steps.accepted, config.k_head_dim**-0.5,
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
         NUM_NODES=steps.num_nodes, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16),
-        BLOCK_V=block_v, **pdl_options(c),
+        BLOCK_V=block_v, num_warps=num_warps, **pdl_options(c),
     )  # fmt: skip
