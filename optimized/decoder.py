@@ -22,10 +22,10 @@ from diptych.optimized.layers import (
     MLP,
     Linear,
     MergedLinear,
-    RMSNorm,
     RotaryEmbedding,
     add_and_norm,
     is_builtin_layer,
+    is_builtin_norm,
     logits,
     sum_later,
 )
@@ -66,9 +66,7 @@ class DecoderAttention(AttentionModules):
         layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
         q_norm: Any = self.q_norm
         k_norm: Any = self.k_norm
-        has_own_norms = q_norm is None or (
-            is_builtin_layer(q_norm, RMSNorm) and is_builtin_layer(k_norm, RMSNorm)
-        )
+        has_own_norms = q_norm is None or (is_builtin_norm(q_norm) and is_builtin_norm(k_norm))
         rotary_emb: Any = self.rotary_emb
         # --8<-- [start:attention-forward]
         if is_builtin_layer(rotary_emb, RotaryEmbedding) and rotary_emb.can_store and has_own_norms:

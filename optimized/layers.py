@@ -104,6 +104,9 @@ class RMSNorm(interface.RMSNorm):
 class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
     unit_offset = True
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
 
 class RotaryEmbedding(interface.RotaryEmbedding):
     """RoPE. All layers of a model share one object, so cos and sin of every position are computed once."""
@@ -190,7 +193,7 @@ class MergedLinear(interface.MergedLinear, Linear):
 
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
-        if self.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
+        if self.uses_gemv(x) and is_builtin_norm(norm):
             return small_batch_linear.norm_linear(
                 x, norm.weight, norm.eps, self.weight, self.bias, norm.unit_offset
             )
@@ -235,7 +238,7 @@ class MLP(nn.Module):
         )
         if is_plain and self.gate_up_proj.uses_gemv(x) and norm is None:
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
-        if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
+        if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_norm(norm):
             return small_batch_linear.norm_linear_silu(
                 x, norm.weight, norm.eps, self.gate_up_proj.weight, norm.unit_offset
             )
@@ -277,6 +280,10 @@ def is_builtin_layer(module: Any, layer: type[Layer]) -> TypeGuard[Layer]:
     """Whether a kernel may replace a module: its class is `layer`, a class of this file, or a subclass
     without its own forward."""
     return isinstance(module, layer) and type(module).forward is layer.forward
+
+
+def is_builtin_norm(norm: Any) -> TypeGuard[RMSNorm]:
+    return is_builtin_layer(norm, RMSNorm) or is_builtin_layer(norm, GemmaRMSNorm)
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, is_deterministic: bool = False) -> torch.Tensor:

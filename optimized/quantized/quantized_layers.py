@@ -85,9 +85,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None
     ) -> torch.Tensor | QuantizedInput:
         """x, or norm(x), as the GEMM takes it."""
-        is_plain = is_builtin_layer(norm, RMSNorm) and not norm.unit_offset
-        if self._quantizes and isinstance(x, torch.Tensor) and is_plain:
-            assert norm is not None
+        if self._quantizes and isinstance(x, torch.Tensor) and is_builtin_layer(norm, RMSNorm):
             return quantize_input(x, self.scheme, self.input_scale, norm=(norm.weight, norm.eps))
         if norm is not None:
             x = norm(x)

@@ -250,20 +250,9 @@ def rope(
     k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype)
     cos_sin = torch.empty(4096, rotary_dim)
     qk_norm_rope_store(
-        qkv,
-        positions,
-        cos_sin,
-        weight,
-        weight,
-        1e-6,
-        is_gemma,
-        k,
-        v,
-        slots,
-        num_qo_heads,
-        NUM_KV_HEADS,
+        qkv, positions, cos_sin, weight, weight, 1e-6, is_gemma, k, v, slots, num_qo_heads, NUM_KV_HEADS,
         head_dim,
-    )
+    )  # fmt: skip
 
 
 def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greedy: bool) -> None:

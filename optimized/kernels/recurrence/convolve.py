@@ -128,7 +128,8 @@ def _keep_inputs_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, NUM_NODES: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a verify step the inputs of the nodes that it began with are kept, and its own nodes beside them."""
+    """Keep the inputs of a step; of a verify step those of the nodes that it began with, and its own nodes
+    beside them."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
