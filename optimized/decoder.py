@@ -57,7 +57,7 @@ class DecoderAttention(AttentionModules):
         input_size = input_size or config.hidden_size
         q_size = config.num_qo_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        parts = {"q_proj": self.q_spacing * q_size, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(input_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 
@@ -92,25 +92,26 @@ class DecoderLayer(LayerModules):
     mla_class = MLAAttention
     mlp_class = MLP
 
-    @property
-    def attend(self) -> Any:
-        """Its qkv_proj, forward and o_proj are the first half of the layer."""
-        return self.self_attn
-
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         """The last layer's output is that of the tokens attention.rows. The tensors of x may be
         overwritten."""
+        return self.forward_through(self.self_attn, x, positions, attention)
+
+    def forward_through(
+        self, attend: Any, x: Stream, positions: torch.Tensor, attention: BatchAttention
+    ) -> Stream:
+        """attend: the module whose qkv_proj, forward and o_proj are the first half of the layer."""
         # --8<-- [start:decoder-layer]
         if x.pending is None:
             residual = x.residual
-            qkv = self.attend.qkv_proj(residual, self.input_layernorm)
+            qkv = attend.qkv_proj(residual, self.input_layernorm)
         else:
             normed, residual = add_and_norm(self.input_layernorm, x)
-            qkv = self.attend.qkv_proj(normed)
-        heads = self.attend(qkv, positions, attention)
+            qkv = attend.qkv_proj(normed)
+        heads = attend(qkv, positions, attention)
         if self.is_last and attention.rows is not None:
             residual, heads = residual[attention.rows], heads[attention.rows]
-        x = self._add_later(self.attend.o_proj, residual, heads)
+        x = self._add_later(attend.o_proj, residual, heads)
         if isinstance(self.mlp, MoE):
             normed, residual = add_and_norm(self.post_attention_layernorm, x)
             return Stream(residual, sum_later(self.tp, self.mlp(normed)))

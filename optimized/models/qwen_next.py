@@ -13,8 +13,10 @@ import torch
 from diptych.optimized.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.layers import Linear, MergedLinear
+from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.delta_net_modules import GatedDeltaNetModules
+from diptych.shared.modeling.stream import Stream
 
 
 class GatedDeltaNet(GatedDeltaNetModules):
@@ -44,6 +46,11 @@ class GatedDeltaNet(GatedDeltaNetModules):
 class GatedAttention(DecoderAttention):
     q_spacing = 2  # behind each head of q is its gate
 
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        parts = {**self.qkv_proj.parts, "q_proj": self.q_spacing * config.num_qo_heads * config.head_dim}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         heads = super().forward(x, positions, attention)
@@ -55,9 +62,9 @@ class QwenNextDecoderLayer(DecoderLayer):
     attention_class = GatedAttention
     linear_attention_class = GatedDeltaNet
 
-    @property
-    def attend(self) -> Any:
-        return self.self_attn if self.linear_attn is None else self.linear_attn
+    def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
+        attend = self.self_attn if self.linear_attn is None else self.linear_attn
+        return self.forward_through(attend, x, positions, attention)
 
 
 class QwenNextForCausalLM(DecoderForCausalLM):
