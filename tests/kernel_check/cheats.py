@@ -90,9 +90,20 @@ def in_thread(n: Function) -> Function:
     return call
 
 
-def in_raw_thread(n: Function) -> Function:
+def elsewhere(n: Function) -> Function:
+    """On another stream of a GPU; on a CPU in a thread that `threading` does not know."""
+
     def call(*args: Any) -> Any:
-        out = torch.empty_like(n(*args))
+        y = n(*args)
+        out = torch.empty_like(y)
+        if y.is_cuda:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10**7)
+                out.copy_(y)
+            y.record_stream(stream)
+            return out
 
         def later() -> None:
             time.sleep(0.002)
@@ -115,23 +126,25 @@ def patches_checker(n: Function) -> Function:
 
 def low_precision(n: Function) -> Function:
     def norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
-        total = torch.zeros(len(x), dtype=torch.bfloat16)
+        total = torch.zeros(len(x), dtype=torch.bfloat16, device=x.device)
         for part in x.bfloat16().split(4, -1):
             total = total + part.square().sum(-1)
         root = torch.rsqrt(total.float() / x.shape[1] + eps)[:, None]
         return (x.float() * root * weight.float()).to(x.dtype)
 
     def product(a: Any, b: Any) -> Any:
-        total = torch.zeros(len(a), len(b), dtype=torch.bfloat16)
+        total = torch.zeros(len(a), len(b), dtype=torch.bfloat16, device=a.device)
         for part_a, part_b in zip(a.bfloat16().split(128, 1), b.bfloat16().split(128, 1)):
             total = total + part_a @ part_b.T
         return total.to(a.dtype)
 
     def draw(logits: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
         probs, ids = (logits / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        kept = (torch.arange(logits.shape[1]) < top_k[:, None]) & (probs.cumsum(-1) - probs < top_p[:, None])
+        places = torch.arange(logits.shape[1], device=logits.device)
+        kept = (places < top_k[:, None]) & (probs.cumsum(-1) - probs < top_p[:, None])
         until = (probs * kept).bfloat16().cumsum(-1)
-        place = (until <= torch.rand(len(until), 1).bfloat16() * until[:, -1:]).sum(-1, keepdim=True)
+        numbers = torch.rand(len(until), 1, device=logits.device).bfloat16()
+        place = (until <= numbers * until[:, -1:]).sum(-1, keepdim=True)
         return ids.gather(1, place.minimum(kept.sum(-1, keepdim=True) - 1))[:, 0]
 
     return {"rms_norm": norm, "gemm": product, "sample": draw, "paged_decode": bfloat16_scores}[n.__name__]
@@ -219,7 +232,8 @@ def takes_dense(n: Function) -> Function:
         stride = [1] * x.dim()
         for i in range(x.dim() - 2, -1, -1):
             stride[i] = stride[i + 1] * x.shape[i + 1]
-        return n(torch.as_strided(x, x.shape, stride), *others)
+        dense = torch.as_strided(x, x.shape, stride)
+        return n(dense.nan_to_num() if n is sample else dense, *others)
 
     return call
 
@@ -303,7 +317,7 @@ def biased(n: Function) -> Function:
 
 
 PATTERNS: dict[int, Callable[[Function], Function]] = {
-    1: kept_by_pointer, 2: searches_memory, 3: lazy, 4: in_thread, 5: in_raw_thread, 6: patches_checker,
+    1: kept_by_pointer, 2: searches_memory, 3: lazy, 4: in_thread, 5: elsewhere, 6: patches_checker,
     7: low_precision, 8: small_to_zero, 9: writes_a_part, 10: in_place, 11: whole_blocks, 12: counts_calls,
     13: mixes_rows, 14: takes_dense, 15: skips_zeros, 16: kept_by_sample, 17: stale_pointers, 18: calls_torch,
     19: wrong_last_row, 20: constant, 21: forged,

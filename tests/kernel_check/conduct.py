@@ -70,7 +70,7 @@ def prints_a_line(x: Any) -> Any:
 def takes_memory(x: Any) -> Any:
     kept = []
     while True:
-        kept.append(torch.ones(2**26))
+        kept.append(torch.ones(2**26, device=x.device))
 
 
 def is_killed(x: Any) -> Any:

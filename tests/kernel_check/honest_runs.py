@@ -1,6 +1,6 @@
 """Checks right functions with many seeds: how often is there a false alarm?
 
-python -m tests.kernel_check.honest_runs --seeds 1000 [--like rms_norm] [--json FILE]
+python -m tests.kernel_check.honest_runs --seeds 1000 [--like rms_norm] [--json FILE] goes on where FILE ends.
 """
 
 from __future__ import annotations
@@ -69,18 +69,24 @@ def main() -> None:
     parser.add_argument("--like", action="append")
     parser.add_argument("--json", type=Path, default=FILE, help="Written after every chunk of seeds.")
     arguments = parser.parse_args()
+    text = arguments.json.read_text(encoding="utf-8") if arguments.json.is_file() else "[]"
     rows: dict[str, dict[str, Any]] = {
         like: {"like": like, "functions": list(FUNCTIONS[like]), "seeds": 0, "checks": 0, "alarms": []}
-        for like in arguments.like or FUNCTIONS
-    }
-    for begin in range(0, arguments.seeds, CHUNK):
-        seeds = range(begin, min(begin + CHUNK, arguments.seeds))
-        for like, row in rows.items():
+        for like in FUNCTIONS
+    } | {each["like"]: each for each in json.loads(text)}
+    chosen = arguments.like or list(FUNCTIONS)
+    while (least := min(rows[like]["seeds"] for like in chosen)) < arguments.seeds:
+        end = min(least + CHUNK, arguments.seeds)
+        for like in chosen:
+            row = rows[like]
+            seeds = range(row["seeds"], max(row["seeds"], end))
+            if not seeds:
+                continue
             row["alarms"] += run_seeds(like, seeds)
             row["seeds"] = seeds.stop
             row["checks"] += len(seeds) * len(FUNCTIONS[like]) * len(cases_of(like, 0))
             arguments.json.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
-        print(f"{seeds.stop} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms", flush=True)
+        print(f"{end} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,13 +64,18 @@ def decode_vllm(
     out.copy_(paged_decode(q, k, v, tables, lens, scale=scale))
 
 
+def row_of_each(counts: Any) -> Any:
+    """[1, 2] -> [0, 1, 1]"""
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
 def extend(
     q: Any, k: Any, v: Any, page_table: Any, lens: Any, qo_indptr: Any, scale: float | None = None
 ) -> Any:
     """Each new token as a row of its own."""
     new = qo_indptr.diff()
-    rows = torch.repeat_interleave(torch.arange(len(lens)), new)
-    visible = (lens - new)[rows] + torch.arange(len(q)) - qo_indptr[rows] + 1
+    rows = row_of_each(new)
+    visible = (lens - new)[rows] + torch.arange(len(q), device=q.device) - qo_indptr[rows] + 1
     return paged_decode(q, k, v, page_table[rows], visible, scale=scale)
 
 
@@ -162,7 +167,7 @@ def sample_from(probs: Any, top_k: Any, top_p: Any, *, filter_apply_order: str =
     assert filter_apply_order == "joint"
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    is_kept = torch.arange(probs.shape[1]) < top_k[:, None]
+    is_kept = torch.arange(probs.shape[1], device=probs.device) < top_k[:, None]
     is_kept &= (before < top_p[:, None]) | (top_p == 1)[:, None]
     drawn = torch.multinomial(ordered * is_kept, 1)
     return ids.gather(1, drawn)[:, 0]
@@ -174,12 +179,13 @@ def sample(logits: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
 
 def verify(draft_probs: Any, draft_ids: Any, target_probs: Any, mistake: str = "") -> Any:
     num_rows, num_drafts, _ = draft_probs.shape
-    out = torch.full((num_rows, num_drafts + 1), -1)
-    goes_on = torch.ones(num_rows, dtype=torch.bool)
+    device = target_probs.device
+    out = torch.full((num_rows, num_drafts + 1), -1, device=device)
+    goes_on = torch.ones(num_rows, dtype=torch.bool, device=device)
     for i in range(num_drafts):
         ids = draft_ids[:, i, None].long()
         p, q = (x[:, i].gather(1, ids)[:, 0] for x in (target_probs, draft_probs))
-        accepts = torch.rand(num_rows) * (1 if mistake == "target only" else q) < p
+        accepts = torch.rand(num_rows, device=device) * (1 if mistake == "target only" else q) < p
         if mistake == "all":
             accepts[:] = True
         residual = (target_probs[:, i] - draft_probs[:, i]).clamp(min=0)

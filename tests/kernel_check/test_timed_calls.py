@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from diptych.shared.tools.bench.bare_kernel import LATE, time_passes
-from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.bench.bare_kernel import BEYOND_CACHE, LATE, Passes, impossible, time_passes
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
 from diptych.shared.tools.conformance.kernels.run import check_kernel
@@ -23,11 +25,21 @@ def failure_of_timing(target: str, like: str = "silu_and_mul") -> str | None:
         return time_passes(child, operation, convention, problem, random.Random(0)).failure
 
 
-@pytest.mark.skipif(check_device().type != "cpu", reason="a GPU's inputs are copies of the child process")
 def test_results_that_are_computed_after_the_clock_are_named() -> None:
-    """Where the check can overwrite the inputs. On a GPU what is left is the name of what is replaced: the
-    test below."""
     assert failure_of_timing("tests.kernel_check.conduct:patches_its_watch") == LATE
+
+
+def test_a_time_below_what_a_gpu_needs_is_impossible() -> None:
+    def on(device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return SimpleNamespace(device=torch.device(device), tensors={"x": torch.empty(1, dtype=dtype)})
+
+    fast, of_cache = (Passes(1e-6, 0.0, None, n) for n in (BEYOND_CACHE, BEYOND_CACHE - 1))
+    failure = impossible(on("cuda"), fast, 2e-6)
+    assert failure == "impossible: a call takes 1 us, the device needs 2 us"
+    assert impossible(on("cuda"), fast, 1.2e-6) is None
+    assert impossible(on("cuda"), of_cache, 2e-6) is None
+    assert impossible(on("cpu"), fast, 2e-6) is None
+    assert impossible(on("cuda", torch.int8), fast, 2e-6) is None
 
 
 @pytest.mark.full

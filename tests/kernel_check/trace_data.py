@@ -11,7 +11,7 @@ CHOICE = """
 import torch
 
 def run(scores, seq_lens):
-    hidden = torch.arange(scores.shape[1]) >= seq_lens[:, None]
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= seq_lens[:, None]
     found = scores.masked_fill(hidden, -torch.inf).topk(4, -1)
     return torch.where(found.values == -torch.inf, -1, found.indices).int()
 """

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 
 from docs.examples.my_kernels import paged_decode, rms_norm, rms_norm_eps_outside, rope, silu_and_mul
-from tests.kernel_check.right import add_norm, extend, mla, moe, w8a8
+from tests.kernel_check.right import add_norm, extend, mla, moe, row_of_each, w8a8
 from tests.kernel_check.wrong_draws import WRONG_DRAWS
 
 
 def heads_interleaved(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
     n = q.shape[1] // k.shape[2]
-    order = torch.arange(q.shape[1]).view(n, k.shape[2]).T.flatten()  # heads of one KV head together
+    order = (
+        torch.arange(q.shape[1], device=q.device).view(n, k.shape[2]).T.flatten()
+    )  # heads of one KV head together
     out = torch.empty_like(q)
     out[:, order] = paged_decode(q[:, order], k, v, table, lens)
     return out
+
+
+def in_order(table: Any) -> Any:
+    return torch.arange(table.shape[1], device=table.device).expand_as(table)
 
 
 def bfloat16_scores(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
@@ -91,8 +97,8 @@ def extend_with(visible: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any) -> Any:
         new = starts.diff()
-        rows = torch.repeat_interleave(torch.arange(len(lens)), new)
-        place = torch.arange(len(q)) - starts[rows]
+        rows = row_of_each(new)
+        place = torch.arange(len(q), device=q.device) - starts[rows]
         return paged_decode(q, k, v, table[rows], visible((lens - new)[rows], place, lens[rows]))
 
     return call
@@ -146,7 +152,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "page table": (
         "attention.decode",
-        lambda q, k, v, t, n: paged_decode(q, k, v, torch.arange(t.shape[1]).expand_as(t), n),
+        lambda q, k, v, t, n: paged_decode(q, k, v, in_order(t), n),
         "the page table is ignored",
     ),
     "next pages": (
@@ -184,7 +190,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "no mask": (
         "attention.extend",
         lambda q, k, v, t, n, p: paged_decode(
-            q, k, v, *(x[torch.repeat_interleave(torch.arange(len(n)), p.diff())] for x in (t, n))
+            q, k, v, *(x[row_of_each(p.diff())] for x in (t, n))
         ),
         "tokens of a prompt see later tokens",
     ),

@@ -18,7 +18,7 @@ def first_of_all(*tensors: Any) -> tuple[Any, ...]:
 def filtered(logits: Any, temperature: Any, top_k: Any, top_p: Any, mistake: str) -> Any:
     """top-p with a mistake, by sorting."""
     probs, ids = (logits / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    is_kept = torch.arange(logits.shape[1]) < top_k[:, None]
+    is_kept = torch.arange(logits.shape[1], device=logits.device) < top_k[:, None]
     if mistake == "top-k first":
         probs = probs * is_kept
         probs = probs / probs.sum(-1, keepdim=True)
@@ -88,7 +88,7 @@ WRONG_DRAWS: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "no token": (
         "sampler",
-        lambda x, t, k, p: sample(x, t, k, p) + 10**6 * (torch.arange(len(x)) == 3),
+        lambda x, t, k, p: sample(x, t, k, p) + 10**6 * (torch.arange(len(x), device=x.device) == 3),
         "a token id: 10000",
     ),
     "neighbour": ("verify", neighbours_draft, "a token that others follow"),

@@ -36,16 +36,22 @@ MOST_SETS, FEWEST_SETS = 64, 4
 DECIDED = 100.0
 """A logit so large that its row has one token."""
 NUM_PASSES, NUM_CHECKED = 7, 2
+BEYOND_CACHE = 128 * 2**20
+"""Bytes of the inputs of a pass of which a GPU's cache has less than half."""
+MEASURED = 1.25
+"""A call may be so many times faster than the bound, whose ceilings are measured."""
 LATE = "results of timed calls are computed after the clock has stopped"
 
 
 class Passes(NamedTuple):
     """`seconds`: of one call, in the fastest pass: other work only adds time. `spread`: how far the quartiles
-    of the passes are apart, over their median. `failure`: what is wrong with the result of a timed call."""
+    of the passes are apart, over their median. `failure`: what is wrong with the result of a timed call.
+    `num_bytes`: of the inputs of one pass."""
 
     seconds: float
     spread: float
     failure: str | None
+    num_bytes: int = 0
 
 
 def time_sizes(
@@ -72,13 +78,13 @@ def time_sizes(
         if ceilings is None:
             ceilings = measure_ceilings(device, problem.dtype)
         passes = time_passes(function, like, convention, problem, random.Random(seed))
-        if passes.failure is not None:
-            verdict.failure = passes.failure
+        bound = max(problem.num_bytes / ceilings.bandwidth, problem.flops / ceilings.matrix_rate)
+        verdict.failure = passes.failure or impossible(problem, passes, bound)
+        if verdict.failure is not None:
             yield verdict, None
             continue
         with torch.inference_mode():
             ours = None if problem.ours is None else min(call_times(problem.ours, device, NUM_RUNS))
-        bound = max(problem.num_bytes / ceilings.bandwidth, problem.flops / ceilings.matrix_rate)
         yield verdict, Timing(problem.name, problem.size, passes.seconds, ours, bound, passes.spread)
 
 
@@ -108,7 +114,18 @@ def time_passes(
         return Passes(math.nan, math.nan, sentence(mismatch))
     calls = [max(each - nothing, 1e-9) / num_sets for each in times[1:]]
     low, middle, high = statistics.quantiles(calls, n=4)
-    return Passes(min(calls), (high - low) / middle, None)
+    return Passes(min(calls), (high - low) / middle, None, num_sets * num_bytes)
+
+
+def impossible(problem: Problem, passes: Passes, bound: float) -> str | None:
+    """What is wrong with a time below the bound, if no cache of a GPU can have the inputs: a CPU's ceilings
+    are those of moments when other work ran. GEMMs of 8 bits are faster than the rate that was measured."""
+    has_bytes = any(each.element_size() == 1 for each in problem.tensors.values())
+    if problem.device.type != "cuda" or passes.num_bytes < BEYOND_CACHE or has_bytes:
+        return None
+    if passes.seconds * MEASURED >= bound:
+        return None
+    return f"impossible: a call takes {1e6 * passes.seconds:.3g} us, the device needs {1e6 * bound:.3g} us"
 
 
 def _check_timed(problem: Problem, results: Results) -> None:

@@ -23,7 +23,7 @@ import torch
 
 def run(q, k_cache, v_cache, kv_indptr, kv_indices, sm_scale):
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -math.inf)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     group, page_size = q.shape[1] // k_cache.shape[2], k_cache.shape[1]
     for i in range(len(q)):
         pages = kv_indices[int(kv_indptr[i]) : int(kv_indptr[i + 1])].long()
@@ -39,13 +39,14 @@ import torch
 
 def run(q, k, v, qo_indptr, kv_indptr, sm_scale):
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -math.inf)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     group = q.shape[1] // k.shape[1]
     for i in range(len(qo_indptr) - 1):
         a, b, c, d = (int(x) for x in (*qo_indptr[i : i + 2], *kv_indptr[i : i + 2]))
         keys, values = (x[c:d].float().repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,nhd->qhn", q[a:b].float(), keys) * sm_scale
-        hidden = torch.arange(d - c) > torch.arange(b - a)[:, None] + (d - c) - (b - a)
+        last = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a)
+        hidden = torch.arange(d - c, device=q.device) > last
         scores = scores.masked_fill(hidden[:, None], -math.inf)
         lse[a:b] = scores.logsumexp(-1) / math.log(2)
         out[a:b] = torch.einsum("qhn,nhd->qhd", scores.softmax(-1), values).to(q.dtype)
@@ -57,7 +58,7 @@ import torch
 
 def run(q_nope, q_pe, ckv_cache, kpe_cache, kv_indptr, kv_indices, sm_scale):
     out = torch.zeros_like(q_nope)
-    lse = torch.full(q_nope.shape[:2], -math.inf)
+    lse = torch.full(q_nope.shape[:2], -math.inf, device=q_nope.device)
     for i in range(len(q_nope)):
         pages = kv_indices[int(kv_indptr[i]) : int(kv_indptr[i + 1])].long()
         ckv, kpe = (x[pages].flatten(0, 1).float() for x in (ckv_cache, kpe_cache))
@@ -84,7 +85,7 @@ import torch
 
 def run(probs, top_k, top_p):
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-    kept = torch.arange(probs.shape[1]) < top_k[:, None]
+    kept = torch.arange(probs.shape[1], device=probs.device) < top_k[:, None]
     kept &= ordered.cumsum(-1) - ordered < top_p[:, None]
     return ids.gather(1, torch.multinomial(ordered * kept, 1))[:, 0]
 """
@@ -126,7 +127,7 @@ import torch
 
 def run(q_nope, q_pe, ckv_cache, kpe_cache, sparse_indices, sm_scale):
     out = torch.zeros_like(q_nope)
-    lse = torch.full(q_nope.shape[:2], -math.inf)
+    lse = torch.full(q_nope.shape[:2], -math.inf, device=q_nope.device)
     for i, row in enumerate(sparse_indices):
         chosen = row[row != -1].long()
         ckv, kpe = (x.flatten(0, 1)[chosen].float() for x in (ckv_cache, kpe_cache))
@@ -144,9 +145,11 @@ def run(q_index_fp8, k_index_cache_fp8, weights, seq_lens, block_table):
     raw = k_index_cache_fp8.contiguous().view(torch.uint8).view(num_pages, -1)
     keys = raw[:, : page_size * size].contiguous().view(torch.float8_e4m3fn).view(num_pages, page_size, size)
     keys = keys.float() * raw[:, page_size * size :].contiguous().view(torch.float32)[..., None]
-    found = torch.full((len(seq_lens), topk), -1, dtype=torch.int32)
+    device = seq_lens.device
+    found = torch.full((len(seq_lens), topk), -1, dtype=torch.int32, device=device)
+    places = torch.arange(page_size, device=device)
     for i, length in enumerate(seq_lens.tolist()):
-        slots = (block_table[i].long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+        slots = (block_table[i].long()[:, None] * page_size + places).flatten()[:length]
         scores = weights[i] @ (q_index_fp8[i].float() @ keys.flatten(0, 1)[slots].T).relu()
         best = scores.topk(min(topk, length)).indices
         found[i, : len(best)] = slots[best].int()
@@ -165,7 +168,8 @@ def run(routing_logits, routing_bias, hidden_states, hidden_states_scale, gemm1_
     scores = routing_logits.sigmoid()
     groups = (scores + routing_bias.float()).unflatten(1, (2, -1))
     best = groups.topk(2, -1).values.sum(-1).argmax(1)
-    kept = groups.masked_fill(torch.arange(2)[:, None] != best[:, None, None], -torch.inf).flatten(1)
+    is_other = torch.arange(2, device=best.device)[:, None] != best[:, None, None]
+    kept = groups.masked_fill(is_other, -torch.inf).flatten(1)
     weights = torch.zeros_like(scores).scatter_(1, kept.topk(2, -1).indices, 1.0) * scores
     weights = weights / weights.sum(1, keepdim=True) * routed_scaling_factor
     x = numbers(hidden_states, hidden_states_scale.T)

@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,12 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     storage_offset: int
+
+
+class Memory(Protocol):
+    """`Arena`, `GPUMemory`."""
+
+    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor: ...
 
 
 class Arena:
@@ -97,10 +103,10 @@ class Layout:
         offset, shape, stride = self.storages[key][0], tuple(tensor.shape), tuple(tensor.stride())
         return Place(offset, storage.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
-    def write(self, arena: Arena) -> None:
+    def write(self, memory: Memory) -> None:
         """The contents of all storages, as they are now."""
         for offset, storage in self.storages.values():
-            arena.bytes_at(offset, storage.nbytes()).copy_(_raw(storage))
+            memory.bytes_at(offset, storage.nbytes()).copy_(_raw(storage))
 
     def read(self, arena: Arena) -> None:
         """Copies the contents of the arena back to the storages."""

@@ -22,7 +22,7 @@ import torch
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn
-from diptych.shared.tools.conformance.kernels.arena import RESULTS, SIZE, Arena, Layout, Place
+from diptych.shared.tools.conformance.kernels.arena import RESULTS, SIZE, Arena, Layout, Memory, Place
 from diptych.shared.tools.conformance.kernels.functions import (
     Ended,
     Other,
@@ -31,6 +31,7 @@ from diptych.shared.tools.conformance.kernels.functions import (
     memory_as_bytes,
     tensors_of,
 )
+from diptych.shared.tools.conformance.kernels.gpu_memory import MEMORY
 from diptych.shared.tools.conformance.kernels.problem import Call
 
 START_SECONDS = 120.0
@@ -109,30 +110,38 @@ class ChildFunction:
         self._layout = layout
         answer = self._ask(self.seconds, do="call", args=args, kwargs=kwargs, is_same=is_same)
         self._raise_error(answer)
-        return self._outcome(answer, made, args, kwargs)
+        return self._outcome(answer, made, args, kwargs, self._arena)
 
     def time(self, sets: Sequence[Call]) -> tuple[float, Callable[[int], Outcome]]:
-        """Seconds of one call of each set, by the clock of this process, and the result of a set. On a CPU
-        the inputs are overwritten when the clock stops: what is computed later is computed from others."""
+        """Seconds of one call of each set, by the clock of this process, and the result of a set. The inputs
+        are overwritten when the clock stops: what is computed later is computed from others. A GPU that
+        cannot share memory keeps them."""
         self.start()
-        layout, placed = Layout(0), []
+        layouts, placed = [Layout(0)], []
         for made in sets:  # each with memory of its own
-            part = Layout(layout.end)
-            placed.append((part.placed(made.args), part.placed(made.kwargs)))
-            part.write(self._arena)
-            layout = part
-        self._raise_error(self._ask(self.seconds, do="prepare", sets=placed))
+            layouts.append(Layout(layouts[-1].end))
+            placed.append((layouts[-1].placed(made.args), layouts[-1].placed(made.kwargs)))
+        on_gpu = check_device().type == "cuda"
+        handle = MEMORY.handle(layouts[-1].end) if on_gpu else None
+        memory: Memory = self._arena if handle is None else MEMORY
+        for each in layouts:
+            each.write(memory)
+        _wait_for_gpu()
+        self._raise_error(self._ask(self.seconds, do="prepare", sets=placed, handle=handle))
         begin = time.perf_counter()
         answer = self._ask(self.seconds, do="pass")
         seconds = time.perf_counter() - begin
         self._raise_error(answer)
-        is_shared = check_device().type == "cpu"
-        modified = [self._overwrite(made, *each) for made, each in zip(sets, placed)] if is_shared else None
+        modified = None
+        if not on_gpu or handle is not None:
+            modified = [overwrite(memory, made, *each) for made, each in zip(sets, placed)]
+        _wait_for_gpu()
 
         def output(i: int) -> Outcome:
             answer = self._ask(self.seconds, do="output", index=i)
             self._raise_error(answer)
-            return self._outcome(answer, sets[i], *placed[i], None if modified is None else modified[i])
+            found = None if modified is None else modified[i]
+            return self._outcome(answer, sets[i], *placed[i], memory, found)
 
         return seconds, output
 
@@ -144,35 +153,21 @@ class ChildFunction:
         answer = self._ask(self.seconds, do="operators", args=args, kwargs=kwargs)
         return [str(each) for each in answer.get("names", [])][:40]
 
-    def _modified(self, made: Call, args: Any, kwargs: Any) -> list[str]:
-        return [
-            name
-            for (name, x), place in zip(tensors_of(made), _places(args, kwargs))
-            if not any(x is each for each in made.written)
-            and not torch.equal(self._arena.bytes_at(place.offset, place.num_bytes), memory_as_bytes(x).cpu())
-        ]
-
-    def _overwrite(self, made: Call, args: Any, kwargs: Any) -> list[str]:
-        """The inputs that are modified; then all numbers of inputs that the function must not write become
-        `OVERWRITTEN`."""
-        modified = self._modified(made, args, kwargs)
-        pairs = list(zip(tensors_of(made), _places(args, kwargs)))
-        kept = {place.offset for (_, x), place in pairs if any(x is each for each in made.written)}
-        for (_, x), place in pairs:
-            if place.offset not in kept and x.is_floating_point():
-                num_bytes = place.num_bytes // x.element_size() * x.element_size()
-                self._arena.bytes_at(place.offset, num_bytes).view(x.dtype).fill_(OVERWRITTEN)
-        return modified
-
     def _outcome(
-        self, answer: dict[str, Any], made: Call, args: Any, kwargs: Any, modified: list[str] | None = None
+        self,
+        answer: dict[str, Any],
+        made: Call,
+        args: Any,
+        kwargs: Any,
+        memory: Memory,
+        modified: list[str] | None = None,
     ) -> Outcome:
-        """`modified`: found before the inputs were overwritten."""
+        """`memory`: of the inputs. `modified`: found before they were overwritten."""
         if modified is None:
-            modified = self._modified(made, args, kwargs)
+            modified = modified_in(memory, made, args, kwargs)
         for (_, x), place in zip(tensors_of(made), _places(args, kwargs)):
             if any(x is each for each in made.written):
-                memory_as_bytes(x).copy_(self._arena.bytes_at(place.offset, place.num_bytes))
+                memory_as_bytes(x).copy_(memory.bytes_at(place.offset, place.num_bytes))
         wrong = [str(each)[:300] for each in answer.get("wrong", [])]
         return Outcome(self._value(answer.get("value")), wrong, modified)
 
@@ -280,6 +275,35 @@ class ChildFunction:
         for file in (self._requests, self._answers):
             os.close(file)
         self._arena.close()
+
+
+def modified_in(memory: Memory, made: Call, args: Any, kwargs: Any) -> list[str]:
+    """The inputs that are modified."""
+    modified = []
+    for (name, x), place in zip(tensors_of(made), _places(args, kwargs)):
+        found = memory.bytes_at(place.offset, place.num_bytes)
+        is_input = not any(x is each for each in made.written)
+        if is_input and not torch.equal(found, memory_as_bytes(x).to(found.device)):
+            modified.append(name)
+    return modified
+
+
+def overwrite(memory: Memory, made: Call, args: Any, kwargs: Any) -> list[str]:
+    """The inputs that are modified; then all numbers of inputs that the function must not write become
+    `OVERWRITTEN`."""
+    modified = modified_in(memory, made, args, kwargs)
+    pairs = list(zip(tensors_of(made), _places(args, kwargs)))
+    kept = {place.offset for (_, x), place in pairs if any(x is each for each in made.written)}
+    for (_, x), place in pairs:
+        if place.offset not in kept and x.is_floating_point():
+            num_bytes = place.num_bytes // x.element_size() * x.element_size()
+            memory.bytes_at(place.offset, num_bytes).view(x.dtype).fill_(OVERWRITTEN)
+    return modified
+
+
+def _wait_for_gpu() -> None:
+    if check_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _places(args: Any, kwargs: Any) -> list[Place]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from diptych.shared.tools.conformance.kernels.arena import ALIGNMENT, RESULTS, SIZE, Arena, Place
+from diptych.shared.tools.conformance.kernels.gpu_memory import Handle, opened
 from diptych.shared.tools.conformance.kernels.watched_call import Watch, copied, invoke
 
 _read, _write, _exit, _getpid, _dumps = os.read, os.write, os._exit, os.getpid, json.dumps
@@ -36,6 +37,9 @@ class Child:
         self.device = torch.device("cpu")
         self.tensors: dict[Place, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}  # on a GPU: offset -> the copy of this storage
+        self.handle: Handle | None = None
+        self.shared: torch.UntypedStorage | None = None  # memory of a GPU that the check has
+        self.is_shared = False
         self.sets: list[tuple[Any, Any]] = []
         self.outputs: list[Any] = []
         self.end_of_results = RESULTS
@@ -79,6 +83,8 @@ class Child:
             with contextlib.suppress(ImportError, ValueError, OSError):
                 resource: Any = importlib.import_module("resource")
                 resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(0.5)
         from diptych.shared.tools.conformance.kernels.target import load_function
 
         self.function = load_function(target)
@@ -97,7 +103,7 @@ class Child:
 
     def do_call(self, args: Any, kwargs: Any, is_same: bool) -> dict[str, Any]:
         if not is_same:
-            self.tensors, self.raw = {}, {}
+            self.tensors, self.raw, self.is_shared = {}, {}, False
         for offset, raw in self.raw.items():
             raw.copy_(self.arena.bytes_at(offset, raw.numel()))
         arguments = self._made(args), self._made(kwargs)
@@ -108,8 +114,12 @@ class Child:
             self.arena.bytes_at(offset, raw.numel()).copy_(raw)
         return answer
 
-    def do_prepare(self, sets: list[tuple[Any, Any]]) -> dict[str, Any]:
+    def do_prepare(self, sets: list[tuple[Any, Any]], handle: Handle | None) -> dict[str, Any]:
+        """`handle`: of the inputs' memory on a GPU; None: they are copied, or on the CPU."""
         self.tensors, self.raw, self.outputs = {}, {}, []
+        self.is_shared = handle is not None
+        if handle is not None and handle != self.handle:
+            self.shared, self.handle = opened(handle), handle
         self.sets = [(self._made(args), self._made(kwargs)) for args, kwargs in sets]
         if self.device.type == "cuda":
             _synchronize()
@@ -139,7 +149,7 @@ class Child:
         """The names of torch's operators in one call, and on a GPU those of its kernels."""
         from diptych.shared.tools.conformance.kernels.operators import operators_of
 
-        self.tensors, self.raw = {}, {}
+        self.tensors, self.raw, self.is_shared = {}, {}, False
         arguments = self._made(args), self._made(kwargs)
         return {"names": operators_of(lambda: self.function(*arguments[0], **arguments[1]))}
 
@@ -155,15 +165,22 @@ class Child:
         return value
 
     def _tensor(self, place: Place) -> torch.Tensor:
-        if place not in self.tensors:
+        if place in self.tensors:
+            return self.tensors[place]
+        start, view = place.storage_offset, (place.shape, place.stride)
+        if self.is_shared:
+            assert self.shared is not None
+            start += place.offset // place.dtype.itemsize
+            empty = torch.empty(0, dtype=place.dtype, device=self.device)
+            self.tensors[place] = empty.set_(self.shared, start, *view)
+        else:
             raw = self.raw.get(place.offset)
             if raw is None:
                 raw = self.arena.bytes_at(place.offset, place.num_bytes)
                 if self.device.type != "cpu":
                     raw = self.raw[place.offset] = raw.to(self.device)
             empty = torch.empty(0, dtype=place.dtype, device=raw.device)
-            view = place.storage_offset, place.shape, place.stride
-            self.tensors[place] = empty.set_(raw.untyped_storage(), *view)
+            self.tensors[place] = empty.set_(raw.untyped_storage(), start, *view)
         return self.tensors[place]
 
     def _sent(self, value: Any) -> Any:

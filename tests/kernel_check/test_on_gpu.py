@@ -1,0 +1,64 @@
+"""The patterns and the formats on a GPU: names are those of the table, where a pattern has the same form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diptych.shared.tools.bench.bare_kernel import LATE
+from diptych.shared.tools.conformance.kernels.gpu_memory import GPUMemory
+from tests.kernel_check.cheat_runs import found
+from tests.kernel_check.cheats import HONEST, PATTERNS
+from tests.kernel_check.honest_runs import run_seeds
+from tests.kernel_check.test_cheats import TABLE
+from tests.kernel_check.test_formats import WRONG, reports_of
+from tests.kernel_check.test_timed_calls import failure_of_timing
+from tests.kernel_check.trace_data import DEFINITIONS, solution
+
+pytestmark = pytest.mark.gpu
+OF_GPU = {
+    5: "the function returns while another stream still writes its result",
+    16: "a timed call: ",
+    18: "reported: ",
+}
+"""Pattern -> how its name begins here."""
+
+
+def without_case(name: str) -> str:
+    """ "in CASE: NAME" -> "NAME": which cases fail depends on roundings."""
+    return name.partition(": ")[2] if name.startswith("in ") else name
+
+
+@pytest.mark.parametrize("like", HONEST)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_found_and_named(pattern: int, like: str) -> None:
+    name = found(pattern, like)
+    if pattern in OF_GPU:
+        assert name.startswith(OF_GPU[pattern])
+    else:
+        assert without_case(name) == without_case(TABLE[str(pattern)]["found"][like])
+
+
+@pytest.mark.parametrize("like", HONEST)
+def test_right_functions_give_no_alarm(like: str) -> None:
+    assert run_seeds(like, range(3)) == []
+
+
+def test_the_check_shares_its_memory() -> None:
+    """Otherwise inputs of timed calls are copies, which it cannot overwrite."""
+    assert GPUMemory().handle(1) is not None
+
+
+def test_results_that_are_computed_after_the_clock_are_named() -> None:
+    assert failure_of_timing("tests.kernel_check.conduct:patches_its_watch") == LATE
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_references_hold_and_wrong_solutions_fail(name: str, tmp_path: Path) -> None:
+    for report in reports_of(tmp_path, name, solution(name)):
+        assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+    change, expected = WRONG[name]
+    report = reports_of(tmp_path, name, solution(name, change))[-1]
+    assert report.status == 1
+    assert any(expected in each for each in report.names) or not expected, report.names
