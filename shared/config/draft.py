@@ -8,6 +8,19 @@ from typing import Literal
 from diptych.shared.config.model import ModelConfig
 
 DraftFormat = Literal["eagle", "eagle3", "nextn"]
+FusionNorm = Literal["none", "joint", "per layer"]
+
+
+@dataclass(frozen=True)
+class Eagle3Norms:
+    """Norms that only some EAGLE-3 heads have."""
+
+    before_residual: bool = False
+    """The residual around attention is the hidden state after the norm, not before it."""
+    fusion: FusionNorm = "none"
+    """Before fc: one norm over the streams of the target's layers side by side, or one for each layer."""
+    output: bool = False
+    """Drafting continues from hidden states after the final norm, not before it."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +34,19 @@ class DraftConfig:
     target_layers: tuple[int, ...] = ()
     """Layers of the target whose input streams the draft model takes, concatenated; the number of layers
     means the stream after the last layer. (): the target's hidden states after the final norm."""
-    norm_before_residual: bool = False
-    """EAGLE-3: the residual around attention is the hidden state after the norm, not before it."""
+    norms: Eagle3Norms = Eagle3Norms()
 
     def __post_init__(self) -> None:
-        if self.model.hidden_size != self.target.hidden_size:
+        # Only fc can lead from one width to another.
+        if self.model.hidden_size != self.target.hidden_size and not self.target_layers:
             raise ValueError(
                 f"the draft model's hidden_size is {self.model.hidden_size}, the target's "
                 f"{self.target.hidden_size}: this draft model was made for another target"
+            )
+        if self.target_layers and self.target_hidden_size == self.model.hidden_size:
+            raise ValueError(
+                f"the target's {len(self.target_layers)} hidden states side by side are as wide as one of "
+                f"the draft model, {self.model.hidden_size}: they are distinguished by their width"
             )
         if not self.model.vocab_size <= self.target.vocab_size:
             raise ValueError(

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from diptych.shared.config.draft import DraftConfig, DraftFormat
+from diptych.shared.config.draft import DraftConfig, DraftFormat, Eagle3Norms
 from diptych.shared.config.families import FAMILIES
 from diptych.shared.config.fields import Fields, only_name
 from diptych.shared.config.hf_config import config_path, parse_config, read_json
+from diptych.shared.config.hf_eagle3 import eagle3_norms, plain_layout, refuse_unsupported, target_layers
 from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
 from diptych.shared.config.model import ModelConfig
 
@@ -27,7 +28,6 @@ SUFFIXES: dict[str, DraftFormat] = {
 # The same names with the format in front, as other engines write them.
 PREFIXES: dict[str, DraftFormat] = {"Eagle": "eagle", "Eagle3": "eagle3"}
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-NORMS_OF_LATER_HEADS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 def read_draft_config(
@@ -49,25 +49,26 @@ def parse_draft_config(
     plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
     if isinstance(hf_config, Mapping) and only_name(hf_config.get("architectures")) in TEXT_MODELS:
         hf_config, where = text_part(hf_config, where)  # a layer for drafting beside its target
-    fields = Fields(hf_config, where)
+    fields = Fields(plain_layout(hf_config, where), where)
     family, found = _family_and_format(fields)
     if draft_format is None:
         if found is None:
             raise ValueError(
-                f"{where}: architectures {hf_config['architectures']!r:.80} does not tell this draft model's "
-                f"format; name one of {', '.join(get_args(DraftFormat))}"
+                f"{where}: architectures {fields.values['architectures']!r:.80} does not tell this draft "
+                f"model's format; name one of {', '.join(get_args(DraftFormat))}"
             )
         draft_format = found
     elif found not in (None, draft_format):
         raise ValueError(
-            f"{where}: architectures {hf_config['architectures']!r:.80} is a draft model of format {found}, "
-            f"not {draft_format}"
+            f"{where}: architectures {fields.values['architectures']!r:.80} is a draft model of format "
+            f"{found}, not {draft_format}"
         )
     model = _own_layers(fields, family, draft_format, target)
-    target_layers = _target_layers(fields, draft_format, target)
-    is_normed = draft_format == "eagle3" and fields.boolean("norm_before_residual", default=False)
+    is_eagle3 = draft_format == "eagle3"
+    layers = target_layers(fields, target) if is_eagle3 else ()
+    norms = eagle3_norms(fields) if is_eagle3 else Eagle3Norms()
     try:
-        return DraftConfig(draft_format, model, target, target_layers, is_normed)
+        return DraftConfig(draft_format, model, target, layers, norms)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -107,7 +108,7 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size
     if draft_format == "eagle3":
-        _refuse_unsupported(fields, target)
+        refuse_unsupported(fields, target)
         vocab_size = fields.integer("draft_vocab_size", default=vocab_size)
     elif vocab_size != target.vocab_size:
         raise ValueError(f"{fields.where}: vocab_size is {vocab_size}, the target's {target.vocab_size}")
@@ -121,21 +122,6 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         context_len=target.context_len,
         rope=model.rope if has_rope or not same_heads else target.rope,
     )
-
-
-def _refuse_unsupported(fields: Fields, target: ModelConfig) -> None:
-    """Keys of EAGLE-3 heads that change what is computed: ignored, they would only make bad drafts."""
-    for key in NORMS_OF_LATER_HEADS:
-        if fields.boolean(key, default=False):
-            raise ValueError(f"{fields.where}: {key} is true; EAGLE-3 heads with this norm are not supported")
-    width = fields.integer("target_hidden_size", default=target.hidden_size)
-    if width != target.hidden_size:
-        raise ValueError(f"{fields.where}: target_hidden_size is {width}, the target's {target.hidden_size}")
-    if "eagle_aux_hidden_state_layer_ids" in fields:
-        raise ValueError(
-            f"{fields.where}: eagle_aux_hidden_state_layer_ids must stand within eagle_config and name "
-            "layers whose outputs are taken; outside of it engines count them differently"
-        )
 
 
 def _completed(values: Mapping[str, Any], family: str, target: ModelConfig) -> dict[str, Any]:
@@ -158,30 +144,6 @@ def _completed(values: Mapping[str, Any], family: str, target: ModelConfig) -> d
     if "dtype" in values:
         del inherited["torch_dtype"]
     return {**inherited, **values, "architectures": [family]}
-
-
-def _target_layers(fields: Fields, draft_format: DraftFormat, target: ModelConfig) -> tuple[int, ...]:
-    if draft_format != "eagle3":
-        return ()
-    eagle = Fields(fields.raw("eagle_config", "an object", default={}), f"{fields.where}, eagle_config")
-    if not eagle.boolean("use_aux_hidden_state", default=True):
-        raise ValueError(
-            f"{eagle.where}: use_aux_hidden_state is false; supported are EAGLE-3 heads that take the "
-            "target's hidden states of several layers"
-        )
-    ids = eagle.integers("eagle_aux_hidden_state_layer_ids")
-    if not ids:
-        num_layers = target.num_hidden_layers
-        ids = [1, num_layers // 2 - 1, num_layers - 4]
-        if min(ids) < 0:
-            raise ValueError(
-                f"{eagle.where}: eagle_aux_hidden_state_layer_ids is missing, and a target of {num_layers} "
-                f"layers has none of the usual ones"
-            )
-    if len(ids) < 2:
-        raise eagle.error("eagle_aux_hidden_state_layer_ids", "a list of at least 2 layers (3 are usual)")
-    # The file names layers whose outputs are taken: the inputs of the layers behind them.
-    return tuple(layer_id + 1 for layer_id in ids)
 
 
 def _suffix(draft_format: DraftFormat) -> str:

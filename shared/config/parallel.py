@@ -43,13 +43,14 @@ def check_parallel_flags(flags: EngineFlags) -> None:
             f"experts on the ranks of tensor parallelism"
         )
     if flags.pp > 1:
-        for name, value, only in (
-            ("tp", flags.tp, 1),
-            ("speculative", flags.speculative, None),
-            ("enable_mixed_chunk", flags.enable_mixed_chunk, False),
+        one_token = ": stages pass on one token of a request a step"
+        for name, value, only, why in (
+            ("tp", flags.tp, 1, ""),
+            ("speculative", flags.speculative, None, one_token),
+            ("enable_mixed_chunk", flags.enable_mixed_chunk, False, ""),
         ):
             if value != only:
-                raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}")
+                raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
     for split, without in ONE_ENGINE:
         if getattr(flags, split) != without:
             _check_split_engine(flags, f"{split}={getattr(flags, split)}")
@@ -102,6 +103,9 @@ def _check_dp_attention(flags: EngineFlags) -> None:
             f"dp_attention has the whole attention on each rank: tp is {flags.tp}, pp is {flags.pp}"
         )
     if flags.speculative is not None:
-        raise ValueError(f"dp_attention has no speculation: speculative is {flags.speculative}")
+        raise ValueError(
+            f"dp_attention has no speculation: speculative is {flags.speculative}, and ranks would have to "
+            "agree on the steps of a round, as they do on the tokens of a step"
+        )
     if flags.ep_num_redundant_experts or flags.eplb_rebalance_num_iterations:
         raise ValueError("dp_attention has no redundant experts and does not rebalance them")

@@ -26,10 +26,10 @@ from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
 from diptych.shared.loading.weights import Weights, dummy_tensors, stream
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# The name of the layer that takes the target's hidden states, and the draft model that has it.
+# The name of a layer that no language model has, and the draft model that has it.
 _MARKS: dict[DraftFormat, tuple[str, str]] = {
     "eagle": ("fc", "an EAGLE head"),
-    "eagle3": ("fc", "an EAGLE-3 head"),
+    "eagle3": ("hidden_norm", "an EAGLE-3 head"),
     "nextn": ("eh_proj", "a NEXTN layer"),
 }
 
@@ -120,7 +120,8 @@ def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight that a checkpoint of the format must have, and the head of a smaller vocabulary."""
+    """Every weight that a checkpoint of the format must have, and the embedding and head that cannot be
+    shared."""
     hidden_size, target_hidden_size = config.model.hidden_size, config.target_hidden_size
     shapes = {
         name.removeprefix("model."): shape
@@ -136,11 +137,20 @@ def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
             num_out, _ = shapes[f"midlayer.self_attn.{name}.weight"]
             shapes[f"midlayer.self_attn.{name}.weight"] = (num_out, 2 * hidden_size)
         shapes["midlayer.hidden_norm.weight"] = shapes["norm.weight"] = (hidden_size,)
-        shapes["fc.weight"] = (hidden_size, target_hidden_size)
+        if config.target_layers:
+            shapes["fc.weight"] = (hidden_size, target_hidden_size)
+        if config.norms.fusion == "joint":
+            shapes["input_norm.weight"] = (target_hidden_size,)
+        elif config.norms.fusion == "per layer":
+            for i in range(len(config.target_layers)):
+                shapes[f"fc_norm.{i}.weight"] = (config.target.hidden_size,)
     else:
         shapes["layers.0.eh_proj.weight"] = (hidden_size, hidden_size + target_hidden_size)
         for name in ("enorm", "hnorm", "shared_head.norm"):
             shapes[f"layers.0.{name}.weight"] = (hidden_size,)
-    if config.model.vocab_size != config.target.vocab_size:
+    is_of_other_width = hidden_size != config.target.hidden_size
+    if is_of_other_width:
+        shapes["embed_tokens.weight"] = (config.target.vocab_size, hidden_size)
+    if is_of_other_width or config.model.vocab_size != config.target.vocab_size:
         shapes["lm_head.weight"] = (config.model.vocab_size, hidden_size)
     return shapes

@@ -46,7 +46,7 @@ class BaseDraftModel(DraftModel):
         def required_weights() -> Iterator[tuple[str, torch.Tensor]]:
             for checkpoint_name, tensor in weights:
                 name = self.canonical_name(checkpoint_name.removeprefix("model."))
-                if name in ("embedding", "head", "d2t", "fc.bias"):
+                if name in ("embedding", "head", "d2t") or (name == "fc.bias" and bias is not None):
                     if name in seen:
                         raise ValueError(f"{checkpoint_name} came twice")
                     seen.add(name)
@@ -62,6 +62,12 @@ class BaseDraftModel(DraftModel):
             )
 
     def share(self, target: CausalLM) -> None:
+        width, target_width = self.config.model.hidden_size, self.config.target.hidden_size
+        for name, own in (("embed_tokens", self.embedding), ("lm_head", self.head)):
+            if own is None and width != target_width:
+                raise ValueError(
+                    f"{name} never came: the target's has the width {target_width}, the draft model {width}"
+                )
         if self.embedding is None:
             self.target_embed = target.embed
         if self.head is None:

@@ -128,16 +128,8 @@ def test_nextn_takes_the_config_of_its_target() -> None:
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5]}},
             r"eagle_config: eagle_aux_hidden_state_layer_ids is \[5\]; it must be a list of at least 2",
         ),
-        (
-            {"eagle_config": {"use_aux_hidden_state": False}},
-            "eagle_config: use_aux_hidden_state is false; supported are EAGLE-3 heads that take",
-        ),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, "must stand within eagle_config"),
         ({"target_hidden_size": 2048}, "target_hidden_size is 2048, the target's 4096"),
         ({"norm_before_residual": "yes"}, "norm_before_residual is 'yes'; it must be true or false"),
-        ({"norm_before_fc": True}, "norm_before_fc is true; EAGLE-3 heads with this norm are not supported"),
-        ({"fc_norm": True}, "fc_norm is true; EAGLE-3 heads"),
-        ({"norm_output": True}, "norm_output is true; EAGLE-3 heads"),
         ({"eagle_config": 3}, "eagle_config: expected an object with keys, found 3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 draft models are not supported"),
@@ -179,13 +171,6 @@ def test_files(target: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         read_draft_config(tmp_path, target)
-
-
-def test_whether_the_residual_stream_is_normed(target: ModelConfig) -> None:
-    for value in (True, False):
-        config = parse_draft_config({**EAGLE3, "norm_before_residual": value}, target)
-        assert config.norm_before_residual is value
-    assert not parse_draft_config(EAGLE3, target).norm_before_residual
 
 
 @pytest.mark.parametrize(

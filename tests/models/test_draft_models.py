@@ -110,6 +110,19 @@ def eagle3_normed(embeds: torch.Tensor, hidden: torch.Tensor, w: Weights, config
     return rms_norm(x, w["norm.weight"], config.rms_norm_eps), x
 
 
+def fused(hidden: torch.Tensor, w: Weights, config: Any) -> torch.Tensor:
+    """What becomes of the target's hidden states before they meet a token."""
+    eps = config.rms_norm_eps
+    if "fc.weight" not in w:
+        return hidden
+    if "input_norm.weight" in w:
+        hidden = rms_norm(hidden, w["input_norm.weight"], eps)
+    if "fc_norm.0.weight" in w:
+        parts = hidden.view(len(hidden), 3, -1)
+        hidden = torch.cat([rms_norm(parts[:, i], w[f"fc_norm.{i}.weight"], eps) for i in range(3)], dim=-1)
+    return hidden @ w["fc.weight"].T
+
+
 def nextn(embeds: torch.Tensor, hidden: torch.Tensor, w: Weights, config: Any) -> tuple[torch.Tensor, ...]:
     eps, layer = config.rms_norm_eps, "layers.0"
     both = (
@@ -142,14 +155,19 @@ PLAIN = (
     Head("eagle3", head="eagle3, the whole vocabulary, heads of its own"),
     Head("nextn", head="nextn, norms on heads"),
     Head("eagle3, normed", head="eagle3, a normed residual stream"),
+    Head("eagle3, one norm", head="eagle3, one norm before fc, fed back normed"),
+    Head("eagle3, a norm each", head="eagle3, a norm for each layer, by speculators"),
+    Head("eagle3, without fc", head="eagle3, the target's last hidden states"),
 )
 
 
 @pytest.mark.parametrize("head", PLAIN, ids=lambda head: head.name)
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_what_a_draft_model_computes(head: Head, prefix: str, tmp_path: Path, monkeypatch: Any) -> None:
-    if "rope_theta" not in HEADS[head.head][1]:  # inherited, and there with a scaling
-        monkeypatch.setitem(HEADS[head.head][1], "rope_theta", 777.0)
+    keys = HEADS[head.head][1]
+    layer_keys = keys.get("transformer_layer_config", keys)
+    if "rope_theta" not in layer_keys:  # inherited, and there with a scaling
+        monkeypatch.setitem(layer_keys, "rope_theta", 777.0)
     weights = weights_of(head)
     target = make_target(head)
     draft = load(head, tmp_path, {f"{prefix}{name}": tensor for name, tensor in weights.items()}, target)
@@ -163,14 +181,15 @@ def test_what_a_draft_model_computes(head: Head, prefix: str, tmp_path: Path, mo
         embeds = target.embed(ids).double()
     hidden = features.double()
     if draft.config.draft_format == "eagle3":
-        hidden = hidden @ w["fc.weight"].T
+        hidden = fused(hidden, w, config)
     written_out = WRITTEN_OUT[draft.config.draft_format]
-    if draft.config.norm_before_residual:
+    if keys.get("norm_before_residual", "transformer_layer_config" in keys):
         written_out = eagle3_normed
     # A text grows by one drafted token at a time, each with the hidden state that came before it.
     results = []
     for num_tokens in range(NUM_PROMPT, length + 1):
         out, next_hidden = written_out(embeds[:num_tokens], hidden, w, config)
+        next_hidden = out if keys.get("norm_output") else next_hidden
         results.append((out[-1], next_hidden[-1]))
         hidden = torch.cat((hidden, next_hidden[-1:]))
 

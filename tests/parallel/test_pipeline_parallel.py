@@ -212,7 +212,7 @@ def test_layers_of_a_stage() -> None:
     ("flags", "message"),
     [
         ({"pp": 2, "tp": 2}, "pp=2 does not work with tp=2"),
-        ({"pp": 2, "speculative": "ngram"}, "pp=2 does not work with speculative=ngram"),
+        ({"pp": 2, "speculative": "ngram"}, "speculative=ngram; it must be None: stages pass on one token"),
         ({"pp": 2, "enable_mixed_chunk": True}, "pp=2 does not work with enable_mixed_chunk=True"),
         ({"pp": 2, "use": {"scheduler": "optimized"}}, "pp=2 runs in panel=reference without use"),
         ({"pp": 0}, "pp must be an integer >= 1"),

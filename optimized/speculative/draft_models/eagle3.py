@@ -51,12 +51,12 @@ class Eagle3Model(Eagle3Modules):
         attention: BatchAttention,
     ) -> DraftOutput:
         # --8<-- [start:eagle3-forward]
-        if hidden_states.shape[-1] == self.config.target_hidden_size:
-            hidden_states = self.fc(hidden_states)
-        else:
-            hidden_states = hidden_states.clone()  # the caller's, and the layer writes over it
-        hidden_states = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
-        return DraftOutput(self.norm(hidden_states), hidden_states)
+        fused = self.fuse(hidden_states)
+        if fused is hidden_states:
+            fused = hidden_states.clone()  # the caller's, and the layer writes over it
+        x = self.midlayer(self.embed(input_ids), fused, positions, attention)
+        normed = self.norm(x)
+        return DraftOutput(normed, normed if self.config.norms.output else x)
         # --8<-- [end:eagle3-forward]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 Checkpoints hold fc, midlayer.* (or layers.0.*) and norm; perhaps lm_head, d2t, t2d and embed_tokens. d2t[i]
 is how far the target's id is from the draft id i; t2d says which of the target's ids have one, as d2t does.
+Some have a norm before fc: input_norm, or fc_norm.i for each layer of the target. A head that takes the
+target's hidden states after the final norm has no fc.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Eagle3Model(Eagle3Modules):
         attention: BatchAttention,
     ) -> DraftOutput:
         # --8<-- [start:eagle3-forward]
-        if hidden_states.shape[-1] == self.config.target_hidden_size:
-            hidden_states = self.fc(hidden_states)
+        hidden_states = self.fuse(hidden_states)
         x = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
-        # Drafting continues from states before the norm, like those of the target's layers.
-        return DraftOutput(hidden_states=self.norm(x), next_hidden_states=x)
+        normed = self.norm(x)
+        # Most heads continue from states before the norm, like those of the target's layers.
+        return DraftOutput(hidden_states=normed, next_hidden_states=normed if self.config.norms.output else x)
         # --8<-- [end:eagle3-forward]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 
-from torch.nn import functional
+from torch.nn import ModuleList, functional
 
 import diptych.reference.speculative.draft_models
 from diptych.shared.config.draft import DraftFormat
@@ -52,7 +52,46 @@ class NeverNormsTheStream:
     """norm_before_residual is ignored."""
 
     def __init__(self, config, layers, moe):
-        super().__init__(replace(config, norm_before_residual=False), layers, moe)
+        super().__init__(replace(config, norms=replace(config.norms, before_residual=False)), layers, moe)
+
+
+@mixed_into("eagle3")
+class NormsAllLayersAlike:
+    """The states of every layer of the target get the first one's norm."""
+
+    def fuse(self, hidden_states):
+        if self.fc_norm is not None:
+            self.fc_norm = ModuleList([self.fc_norm[0]] * len(self.fc_norm))
+        return super().fuse(hidden_states)
+
+
+@mixed_into("eagle3")
+class FusesWithoutTheNorm:
+    """norm_before_fc is ignored."""
+
+    def fuse(self, hidden_states):
+        self.input_norm = None
+        return super().fuse(hidden_states)
+
+
+@mixed_into("eagle3")
+class NeverFeedsBackWhatIsNormed:
+    """norm_output is ignored."""
+
+    def forward(self, input_ids, positions, hidden_states, attention):
+        config = self.config
+        self.config = replace(config, norms=replace(config.norms, output=False))
+        output = super().forward(input_ids, positions, hidden_states, attention)
+        self.config = config
+        return output
+
+
+@mixed_into("eagle", "eagle3", "nextn")
+class SharesAnotherWidth:
+    """An embedding and a head are shared with a target of another width."""
+
+    def share(self, target):
+        self.target_embed, self.target_logits = target.embed, target.compute_logits
 
 
 @mixed_into("eagle")

@@ -68,6 +68,32 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
         },
     ),
+    "eagle3, one norm before fc, fed back normed": (
+        "qwen2-yarn",
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "norm_output": True,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "norm_before_fc": True},
+        },
+    ),
+    "eagle3, a norm for each layer, by speculators": (
+        "llama-llama3",
+        {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"algorithm": "eagle3"},
+            "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
+            "fc_norm": True,
+            "transformer_layer_config": {"model_type": "llama", "num_attention_heads": 5, "head_dim": 20},
+        },
+    ),
+    "eagle3, the target's last hidden states": (
+        "qwen3-yarn",
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"use_aux_hidden_state": False},
+        },
+    ),
     "nextn, norms on heads": ("qwen3-yarn", {"architectures": ["Qwen3ForCausalLMNextN"]}),
     "nextn, experts": (
         "qwen3-moe",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from diptych.shared.interfaces import DraftModel
 from diptych.shared.loading.draft_weights import dummy_draft_weights
 from diptych.shared.tools.conformance.clauses.clause import contract
-from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_true
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_form, expect_true
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import poison_
@@ -28,9 +29,11 @@ from diptych.shared.tools.conformance.contracts.draft_models.forward import (
 )
 from diptych.shared.tools.conformance.contracts.models.weights import expect_refused
 
+EAGLE3 = tuple(case for case in HEADS_ONCE if case.config().draft_format == "eagle3")
+NORMED = tuple(case for case in EAGLE3 if case.config().norms.fusion != "none")
 PART = tuple(case for case in HEADS_ONCE if "a part of the vocabulary" in case.name)
 assert len(HEADS_ONCE) == len(HEADS)
-assert len(PART) == 1
+assert (len(PART), len(NORMED)) == (1, 2)
 
 
 def weights_of(case: Head) -> dict[str, torch.Tensor]:
@@ -101,6 +104,41 @@ def bias(impl: DraftModels, case: Head) -> None:
 
 
 @contract(
+    "EAGLE-3 with norms before fc: lengths of the target's states do not count, weights of each norm do.",
+    NORMED,
+)
+def norms_before_fc(impl: DraftModels, case: Head) -> None:
+    config, weights, target = case.config(), weights_of(case), make_target(case)
+    states = Inputs(case.seed).normal(9, config.target_hidden_size)
+
+    def output(weights: dict[str, torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        draft = new_draft(impl, config)
+        draft.load_weights(weights.items())
+        draft.share(target)
+        return DraftSession(draft.eval()).draft([*range(9)], states).hidden_states
+
+    plain = output(weights, states)
+    longer = output(weights, 4.0 * states)
+    expect_close("of four times as long states", longer, plain, tolerance("logits", torch.float32))
+    for name in weights:
+        if name.startswith(("input_norm", "fc_norm")):
+            changed = output({**weights, name: 3.0 * weights[name]}, states)
+            expect_true(f"{name} counts", float((changed - plain).abs().max()) > 0.01)
+
+
+@contract(
+    "EAGLE-3: drafting continues from what compute_logits takes if norm_output says so, and only then.",
+    EAGLE3,
+)
+def norm_output(impl: DraftModels, case: Head) -> None:
+    config, target = case.config(), make_target(case)
+    states = Inputs(case.seed).normal(9, config.target_hidden_size)
+    output = DraftSession(make_draft(impl, case, target)).draft([*range(9)], states)
+    is_normed = torch.equal(output.hidden_states, output.next_hidden_states)
+    expect_true("whether it is normed", is_normed == config.norms.output, is_normed)
+
+
+@contract(
     "share: a copy of the target's embedding or head in the checkpoint changes nothing; another embedding or "
     "head is used instead of the target's.",
     HEADS_ONCE,
@@ -167,6 +205,26 @@ def part_of_the_vocabulary(impl: DraftModels, case: Head) -> None:
         draft = new_draft(impl, config)
         wrong = {**weights, "d2t": table}
         expect_refused(what, partial(draft.load_weights, wrong.items()), "d2t")
+
+
+@contract("A draft model that is not as wide as its target needs an embedding and a head of its own.", PART)
+def another_width(impl: DraftModels, case: Head) -> None:
+    config, target = case.config(), make_target(case)
+    config = replace(config, model=replace(config.model, hidden_size=config.model.hidden_size + 4))
+    weights = dict(dummy_draft_weights(config, case.seed))
+    sizes = (str(config.model.hidden_size), str(config.target.hidden_size))
+    for missing in ("embed_tokens", "lm_head"):
+        draft = new_draft(impl, config)
+        draft.load_weights((name, x) for name, x in weights.items() if name != f"{missing}.weight")
+        expect_refused(f"no {missing}", partial(draft.share, target), missing, *sizes)
+    draft = new_draft(impl, config)
+    draft.load_weights(weights.items())
+    draft.share(target)
+    states = Inputs(case.seed).normal(7, config.target_hidden_size)
+    output = DraftSession(draft.eval()).draft([*range(7)], states)
+    like = states.new_empty(7, config.model.hidden_size)
+    expect_form("hidden states", output.hidden_states, like=like, dtype=torch.float32)
+    expect_form("next hidden states", output.next_hidden_states, like=like, dtype=torch.float32)
 
 
 @contract("A tensor of the wrong shape is refused: which, what came, and what would be right.", HEADS_ONCE)
