@@ -15,9 +15,9 @@ from diptych.shared.tools.conformance.whole_engine.engine_gate import (
     FLOOR,
     Rows,
     error_gate,
+    interval,
     invariance_gate,
     kl_by_prompt,
-    upper_end,
 )
 
 WRONG = Path(__file__).with_name("wrong_engines.py")
@@ -27,15 +27,14 @@ FAULTS = [
     ("FewBitKeys", "bfloat16", {"KL divergence", "NLL error"}),
     ("BiasedOutput", "bfloat16", {"KL divergence", "NLL error"}),
     ("Neighbours", "float32", {"batch invariance"}),
-    ("Neighbours", "bfloat16", {"batch invariance"}),
     ("LostPrefix", "float32", {"prefix cache invariance"}),
     ("NotANumber", "float32", {"KL divergence"}),
 ]
 IN_THE_FAST_CUT = ("LostPrefix", "float32")
 
 
-def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, bool]:
-    """Gate -> whether it holds."""
+def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, str]:
+    """Gate -> its verdict."""
     file = tmp_path / "gates.json"
     few = ["--num-prompts", "6", "--num-tokens", "8", "--device", "cpu"]
     result = CliRunner().invoke(
@@ -43,7 +42,7 @@ def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, bool]:
     )
     assert result.exit_code in (0, 1), result.output
     gates = json.loads(file.read_text())["gates"]
-    return {gate["name"]: gate["upper"] <= gate["allowed"] for gate in gates}
+    return {gate["name"]: gate["verdict"] for gate in gates}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,9 @@ def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, bool]:
 )
 def test_planted_faults_fail_their_gates(name: str, dtype: str, gates: set[str], tmp_path: Path) -> None:
     found = run(f"attention={WRONG}:{name},dtype={dtype}", f"reference,dtype={dtype}", tmp_path)
-    assert gates <= {gate for gate, holds in found.items() if not holds}
+    # Six prompts are too few for some faults beside the rounding of bfloat16: none is accepted.
+    wrong = {"fails"} if dtype == "float32" else {"fails", "undecided"}
+    assert gates <= {gate for gate, verdict in found.items() if verdict in wrong}, found
 
 
 @pytest.mark.full
@@ -71,15 +72,21 @@ def test_planted_faults_fail_their_gates(name: str, dtype: str, gates: set[str],
         ("layers=optimized,sampler=optimized,dtype=bfloat16", "reference,dtype=bfloat16"),
     ],
 )
-def test_honest_engines_pass(arm: str, against: str, seed: int, tmp_path: Path) -> None:
+def test_honest_engines_do_not_fail(
+    arm: str, against: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So few prompts do not decide whether another bfloat16 engine is as good."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = run(arm, against, tmp_path, "--seed", str(seed))
-    assert all(found.values()), found
+    assert "fails" not in found.values(), found
+    if "optimized" not in arm:
+        assert set(found.values()) == {"holds"}, found
 
 
 @pytest.mark.full
 def test_fewer_bits_than_the_native_format_fail(tmp_path: Path) -> None:
     found = run("reference,dtype=bfloat16,quantization=int4", "reference,dtype=bfloat16", tmp_path)
-    assert not found["KL divergence"]
+    assert found["KL divergence"] == "fails"
 
 
 def rows(*each: list[list[float]]) -> Rows:
@@ -96,13 +103,15 @@ def test_the_statistics() -> None:
     native = rng.gamma(2.0, 0.01, 64)
     assert error_gate("same", native, native, 0.25).holds
     assert error_gate("a tenth more", native * 1.1, native, 0.25).holds
-    assert not error_gate("twice", native * 2, native, 0.25).holds
+    assert error_gate("twice", native * 2, native, 0.25).fails
+    unlike = native * rng.choice([0.2, 2.2], 64)
+    assert error_gate("now less, now more", unlike, native, 0.25).verdict == "undecided"
     assert error_gate("order of sums", native * 1e-9, native * 0, 0.25).allowed == FLOOR
-    assert upper_end(np.array([1.0, np.inf])) == np.inf
-    assert upper_end(np.full(8, 0.5)) == 0.5
+    assert interval(np.array([1.0, np.inf])) == (np.inf, np.inf)
+    assert interval(np.full(8, 0.5)) == (0.5, 0.5)
     tiny = Rows([one.logprobs[0] * (1 + 1e-9), one.logprobs[1]], one.tokens)
     assert invariance_gate("rounded", one, tiny, 1e-3, is_exact=False).holds
-    assert not invariance_gate("claimed", one, tiny, 1e-3, is_exact=True).holds
+    assert invariance_gate("claimed", one, tiny, 1e-3, is_exact=True).fails
     assert invariance_gate("claimed", one, one, 1e-3, is_exact=True).holds
 
 

@@ -98,6 +98,7 @@ def test_a_mutant_is_killed_survives_or_runs_out_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_module, "GRACE", 5)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as a worker's process does
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the engine's takes seconds to import
     source = (
         "def double(x):\n    i = 0\n    while i < x:\n        i += 1\n    return 2 * i if x > -1 else 0\n"

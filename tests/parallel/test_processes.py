@@ -117,8 +117,6 @@ def test_a_process_leaves_without_an_error_when_its_parent_has_ended() -> None:
 KILLED: dict[str, tuple[dict[str, Any], float | None]] = {
     "while it starts": ({"tp": 2}, None),
     "in a step": ({"tp": 2}, 0.3),
-    "in a step of replicas": ({"dp": 2}, 0.3),
-    "in a step of replicas of ranks": ({"dp": 2, "tp": 2}, 0.3),
     "in a step with shared experts": ({"dp": 2, "dp_attention": True, "model": "tiny-moe"}, 0.3),
 }
 
@@ -251,9 +249,7 @@ def test_ranks_that_torchrun_starts(kills: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "flags", [("--tp", "2"), ("--dp", "2"), ("--tp", "2", "--separate-process")], ids=" ".join
-)
+@pytest.mark.parametrize("flags", [("--tp", "2"), ("--tp", "2", "--separate-process")], ids=" ".join)
 def test_a_server_whose_rank_is_killed_ends(flags: tuple[str, ...]) -> None:
     """Requests that run get an error, the exit code is not 0, and no process stays."""
     limits = ("--panel", "reference", "--device", "cpu", "--max-total-tokens", "4096")

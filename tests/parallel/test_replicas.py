@@ -175,14 +175,15 @@ def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.full
-def test_processes_and_a_replica_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_processes_and_a_replica_that_is_killed(tp: int, capfd: pytest.CaptureFixture[str]) -> None:
     """LLM(dp=2): the text of one replica. The requests of a replica that ends get an error; later ones go to
     the other."""
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
     prompts = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
     expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
-    llm = LLM("tiny-dense", dp=2, dp_policy="round-robin", **flags)
+    llm = LLM("tiny-dense", dp=2, tp=tp, dp_policy="round-robin", **flags)
     assert [output.text for output in llm.generate(prompts, **sampling)] == expected
     controller: Any = llm.scheduler
     (other,) = controller.others

@@ -64,10 +64,13 @@ def check_engine(
     print_gates(report, arm, against)
     for_ci(report, arm, against, seed).write(junit, sarif, badge)
     if json_file is not None:
-        found: dict[str, Any] = {"verdict": report.sentence, "gates": [vars(gate) for gate in report.gates]}
+        found: dict[str, Any] = {
+            "verdict": report.sentence,
+            "gates": [vars(gate) | {"verdict": gate.verdict} for gate in report.gates],
+        }
         found |= {"A": arm, "B": against, "model": model, "margin": margin, "seed": seed}
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if report.failing:
+    if report.failing or report.undecided:
         raise typer.Exit(1)
 
 
@@ -118,13 +121,14 @@ def print_gates(report: GateReport, arm: str, against: str) -> None:
     from rich.text import Text
 
     console = Console()
-    console.print(Text(report.sentence, "bold red" if report.failing else "green"))
+    colours = {"holds": "green", "undecided": "yellow", "fails": "bold red"}
+    worst = "fails" if report.failing else "undecided" if report.undecided else "holds"
+    console.print(Text(report.sentence, colours[worst]))
     console.print(Text(f"A {arm}, B {against}, errors against float32, in nats", "dim"))
     table = Table("gate", "A", "B", "upper end", "allowed", "verdict")
     for gate in report.gates:
-        verdict = Text("holds", "green") if gate.holds else Text("fails", "bold red")
         numbers = [f"{value:.2e}" for value in (gate.arm, gate.native, gate.upper, gate.allowed)]
-        table.add_row(gate.name, *numbers, verdict)
+        table.add_row(gate.name, *numbers, Text(gate.verdict, colours[gate.verdict]))
     console.print(table)
     for gate in report.gates:
         if gate.note:

@@ -26,7 +26,9 @@ one would fail 97.5 % of the time without a margin."""
 NUM_RESAMPLES = 10_000
 QUANTILE = 0.975  # upper end of the interval of 95 %
 FLOOR = 1e-8
-"""Nats. Sums in float32 in another order differ by less."""
+"""KL divergence in nats. Sums in float32 in another order differ by less."""
+NLL_FLOOR = 1e-5
+"""The same for a log-probability. A KL divergence is about the square of its changes."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ def record(
     forced: Sequence[Sequence[int]] | None,
     num_tokens: int,
     together: bool = True,
+    may_end: bool = False,
 ) -> Rows:
     """The rows of all prompts. `forced`: their continuations; None: they are sampled. `together`: all in
-    flight, else one after the other. Raises `RuntimeError` for a request that ends early."""
+    flight, else one after the other. A request that ends early raises `RuntimeError`; with `may_end` its
+    missing rows are NaN."""
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0)
     recorders = [Recorder(None if forced is None else forced[i]) for i in range(len(prompts))]
     collectors: list[Any] = []
@@ -74,11 +78,15 @@ def record(
             _finish(llm, collectors[-1:])
     _finish(llm, collectors)
     for i, recorder in enumerate(recorders):
-        if sorted(recorder.rows) != list(range(num_tokens)):
-            raise RuntimeError(f"prompt {i} ended after {len(recorder.rows)} of {num_tokens} tokens")
+        num_rows = len(recorder.rows)
+        if num_rows < num_tokens and not (may_end and forced is not None and recorder.rows):
+            raise RuntimeError(f"prompt {i} ended after {num_rows} of {num_tokens} tokens")
+        for at in range(num_rows, num_tokens):
+            recorder.rows[at] = torch.full_like(recorder.rows[0], torch.nan)
     rows = [torch.stack([each.rows[i] for i in range(num_tokens)]).double() for each in recorders]
     logprobs = [torch.log_softmax(each, dim=-1).numpy() for each in rows]
-    return Rows(logprobs, [list(collector.output_ids) for collector in collectors])
+    tokens = [list(collector.output_ids) for collector in collectors] if forced is None else forced
+    return Rows(logprobs, [list(each[:num_tokens]) for each in tokens])
 
 
 def _finish(llm: LLM, collectors: Sequence[Any]) -> None:
@@ -106,22 +114,24 @@ def nll_by_prompt(expected: Rows, actual: Rows) -> np.ndarray:
     return np.array(found)
 
 
-def upper_end(excess: np.ndarray, seed: int = 0) -> float:
-    """The upper end of the bootstrap interval of the mean, prompts resampled."""
+def interval(excess: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """The ends of the bootstrap interval of the mean, prompts resampled."""
     if not np.isfinite(excess).all():
-        return float("inf")
+        return float("inf"), float("inf")
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(excess), size=(NUM_RESAMPLES, len(excess)))
-    return float(np.quantile(excess[picks].mean(axis=1), QUANTILE))
+    lower, upper = np.quantile(excess[picks].mean(axis=1), (1 - QUANTILE, QUANTILE))
+    return float(lower), float(upper)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One comparison. `allowed`: the limit of `upper`."""
+    """One comparison: what the arm has more than the native engine lies between `lower` and `upper`."""
 
     name: str
     arm: float
     native: float
+    lower: float
     upper: float
     allowed: float
     note: str = ""
@@ -129,6 +139,14 @@ class Gate:
     @property
     def holds(self) -> bool:
         return self.upper <= self.allowed
+
+    @property
+    def fails(self) -> bool:
+        return self.lower > self.allowed
+
+    @property
+    def verdict(self) -> str:
+        return "holds" if self.holds else "fails" if self.fails else "undecided"
 
 
 @dataclass
@@ -142,20 +160,31 @@ class GateReport:
 
     @property
     def failing(self) -> list[Gate]:
-        return [gate for gate in self.gates if not gate.holds]
+        return [gate for gate in self.gates if gate.fails]
+
+    @property
+    def undecided(self) -> list[Gate]:
+        return [gate for gate in self.gates if gate.verdict == "undecided"]
 
     @property
     def sentence(self) -> str:
         if self.failing:
             names = ", ".join(gate.name for gate in self.failing)
             return f"{len(self.failing)} of {len(self.gates)} gates fail: {names}"
+        if self.undecided:
+            names = ", ".join(gate.name for gate in self.undecided)
+            return (
+                f"{names}: undecided with {self.num_prompts} prompts; --num-prompts or --margin can be larger"
+            )
         return f"all {len(self.gates)} gates hold, at {self.num_tokens} tokens of {self.num_prompts} prompts"
 
 
-def error_gate(name: str, arm: np.ndarray, native: np.ndarray, margin: float, seed: int = 0) -> Gate:
+def error_gate(
+    name: str, arm: np.ndarray, native: np.ndarray, margin: float, seed: int = 0, floor: float = FLOOR
+) -> Gate:
     """The arm's error may exceed the native one by `margin` of it, with the confidence of the interval."""
-    allowed = max(margin * float(native.mean()), FLOOR)
-    return Gate(name, float(arm.mean()), float(native.mean()), upper_end(arm - native, seed), allowed)
+    allowed = max(margin * float(native.mean()), floor)
+    return Gate(name, float(arm.mean()), float(native.mean()), *interval(arm - native, seed), allowed)
 
 
 def invariance_gate(name: str, one: Rows, other: Rows, native: float, is_exact: bool) -> Gate:
@@ -169,8 +198,10 @@ def invariance_gate(name: str, one: Rows, other: Rows, native: float, is_exact: 
     same = all(np.array_equal(a, b) for a, b in zip(one.logprobs, other.logprobs))
     note = "the same bits" if same else f"probabilities differ by {largest:.1e} at most"
     if is_exact:
-        return Gate(name, largest, 0.0, largest if not same else 0.0, 0.0, note)
-    return Gate(name, float(kl.mean()), native, float(kl.max()), max(4 * native, FLOOR), note)
+        difference = 0.0 if same else largest
+        return Gate(name, largest, 0.0, difference, difference, 0.0, note)
+    most = float(kl.max())
+    return Gate(name, float(kl.mean()), native, most, most, max(4 * native, FLOOR), note)
 
 
 def check_engine(
@@ -189,17 +220,22 @@ def check_engine(
     report = GateReport(num_prompts=len(prompts), num_tokens=num_tokens * len(prompts))
     llm = _engine(arm)
     is_exact = bool(getattr(llm.config, "enable_deterministic_inference", False))
-    together = record(llm, prompts, expected.tokens, num_tokens)
-    cached = record(llm, prompts, expected.tokens, num_tokens)
+    together = record(llm, prompts, expected.tokens, num_tokens, may_end=True)
+    cached = record(llm, prompts, expected.tokens, num_tokens, may_end=True)
     llm.flush_cache()
-    alone = record(llm, prompts, expected.tokens, num_tokens, together=False)
+    alone = record(llm, prompts, expected.tokens, num_tokens, together=False, may_end=True)
     del llm
     gc.collect()
     native_kl = kl_by_prompt(expected, theirs)
     report.gates = [
         error_gate("KL divergence", kl_by_prompt(expected, together), native_kl, margin, seed),
         error_gate(
-            "NLL error", nll_by_prompt(expected, together), nll_by_prompt(expected, theirs), margin, seed
+            "NLL error",
+            nll_by_prompt(expected, together),
+            nll_by_prompt(expected, theirs),
+            margin,
+            seed,
+            NLL_FLOOR,
         ),
         invariance_gate("batch invariance", alone, together, float(native_kl.mean()), is_exact),
         invariance_gate("prefix cache invariance", together, cached, float(native_kl.mean()), is_exact),
