@@ -22,7 +22,7 @@ PLUGIN = "diptych.shared.tools.conformance.pytest_plugin"
 EXAMPLE = (ROOT / "docs" / "examples" / "my_radix_cache.py").read_text(encoding="utf-8")
 BUG = ("upper.lock_ref, lower.parent = lower.lock_ref, upper", "lower.parent = upper")
 CACHE = ("--diptych", "my_cache.py:MyRadixCache", "--component", "radix_cache")
-NUM_ITEMS = 1 + sum(len(clause.cases) for clause in suite.clauses_of("radix_cache"))
+NUM_CASES = 1 + sum(len(clause.cases) for clause in suite.clauses_of("radix_cache"))  # with the interface's
 SETTINGS = f"""
 [tool.pytest.ini_options]
 addopts = "--import-mode=importlib"
@@ -77,7 +77,7 @@ def plant(project: Path) -> None:
 def test_project_with_a_line_in_its_settings_passes(run: Callable[..., Run]) -> None:
     """With the project's own tests; -k selects among both."""
     result = run("-k", "test_own or split", "-v")
-    assert (result.status, result.passed, result.deselected) == (0, 13, NUM_ITEMS - 12), result.text
+    assert (result.status, result.passed, result.deselected) == (0, 13, NUM_CASES - 12), result.text
     assert "diptych: radix_cache my_cache.py:MyRadixCache\n" in result.text
     assert "tests/test_own.py::test_own PASSED" in result.text
     assert "radix_cache=my_cache.py:MyRadixCache::split-keeps-the-holder[page_4] PASSED" in result.text
@@ -196,7 +196,7 @@ def test_older_contract_is_a_warning(run: Callable[..., Run], monkeypatch: pytes
     monkeypatch.setattr(contract_versions, "older_than_current", lambda *_: "written for contract 0.9")
     result = run("-k", "test_own")
     assert "OlderContractWarning: written for contract 0.9" in result.text
-    assert (result.passed, result.deselected, result.warning) == (1, NUM_ITEMS, 1)
+    assert (result.passed, result.deselected, result.warning) == (1, NUM_CASES, 1)
 
 
 def test_start_without_a_component_imports_nothing_heavy(project: Path) -> None:
@@ -220,7 +220,7 @@ def test_entry_point_names_the_plugin() -> None:
 def test_whole_project_in_processes_of_its_own(project: Path, workers: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "pytest", *workers]
     passing = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert f"{NUM_ITEMS} passed" in passing.stdout, passing.stdout
+    assert f"{1 + NUM_CASES} passed" in passing.stdout, passing.stdout
     plant(project)
     command += ["-k", "split or test_own"]
     failing = subprocess.run(command, cwd=project, capture_output=True, text=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import sys
 import time
 from typing import Any
@@ -80,10 +82,9 @@ def is_killed(x: Any) -> Any:
 def answers(x: Any) -> Any:
     """Writes to the pipe of the answers."""
     for file in range(3, 20):
-        try:
-            os.write(file, b"\x02\0\0\0\0\0\0\0{}")
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(file).st_mode):
+                os.write(file, b"\x02\0\0\0\0\0\0\0{}")
     return silu_and_mul(x)
 
 

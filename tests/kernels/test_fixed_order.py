@@ -266,8 +266,8 @@ MUTANTS = {
     ),
     "parts_in_another_order": (
         "fixed_split_attention",
-        "rows = split * rows_of_split",
-        "rows = (tl.cdiv(seq_len, SPLIT) - 1 - split + first) * rows_of_split",
+        "rows = split * rows_of_split + request",
+        "rows = (tl.cdiv(seq_len, SPLIT) - 1 - split + first) * rows_of_split + request",
     ),
 }  # fmt: skip
 """name -> kernel, and the text that becomes another"""

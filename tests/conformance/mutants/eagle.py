@@ -34,7 +34,7 @@ class SeesItsSiblings(EagleDrafter):
     """Drafts look at everything that was drafted before them."""
 
     def _forward(self, forward_batch, input_ids, hidden_states):
-        if forward_batch.custom_mask is not None:
-            everything = torch.ones_like(forward_batch.custom_mask)
-            forward_batch = replace(forward_batch, custom_mask=everything)
+        if forward_batch.tree_mask is not None:
+            everything = torch.ones_like(forward_batch.tree_mask)
+            forward_batch = replace(forward_batch, tree_mask=everything)
         return super()._forward(forward_batch, input_ids, hidden_states)
