@@ -8,7 +8,8 @@ it keeps the inputs as well. Otherwise keeping is a launch of its own, behind th
 of a step read the inputs that its last ones replace, and the recurrence goes through the held nodes. These,
 as many as were accepted, lie between a row's inputs and the new tokens.
 
-The tables of a step are made before its first launch, so they are read before the previous kernel ends.
+Tables, weights and what a row holds are of before the step's first launch, so a kernel may read them before
+the previous one ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.portable import pdl_options
+from diptych.optimized.kernels.portable import pdl_options, where_flag
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -66,39 +67,46 @@ def convolved(
 
 
 @triton.jit
-def _keep(
-    u_ptr, held_ptr, inputs_ptr, request, stores_ptr, num_accepted, offs, mask, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr,
+def _one_token_kernel(
+    u_ptr, inputs_ptr, weight_ptr, c_ptr, requests_ptr, stores_ptr, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of a request, and those of its checkpoints before them: these read the old ones."""
-    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
-    row, first_store, last_store = (
-        tl.load(request + ROW),
-        tl.load(request + FIRST_STORE),
-        tl.load(request + LAST_STORE),
-    )
-    own_ptr = inputs_ptr + row.to(tl.int64) * ((TAPS - 1) * C)
-    for store in range(first_store, last_store + 1):
-        target, num_tokens = row, tl.load(request + NUM_KEPT)
-        if store < last_store:
-            num_tokens, target = tl.load(stores_ptr + 2 * store), tl.load(stores_ptr + 2 * store + 1)
-        target_ptr = inputs_ptr + target.to(tl.int64) * ((TAPS - 1) * C)
-        # Upwards: input i of the row is read before it is replaced, by a later one.
+    """The convolution of requests of one token, and the inputs that they keep."""
+    request = requests_ptr + tl.program_id(0) * NUM_FIELDS
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < C
+    token, row = tl.load(request + START), tl.load(request + ROW).to(tl.int64)
+    first_store, last_store = tl.load(request + FIRST_STORE), tl.load(request + LAST_STORE)
+    own_ptr = inputs_ptr + row * ((TAPS - 1) * C) + offs
+    has_inputs = where_flag(mask, tl.load(request + IS_FIRST) == 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    window = ()
+    for tap in tl.static_range(TAPS - 1):
+        x = tl.load(own_ptr + tap * C, mask=has_inputs, other=0.0)
+        total += x.to(tl.float32) * tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        window += (x,)
+    weight = tl.load(weight_ptr + offs * TAPS + TAPS - 1, mask=mask, other=0.0)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    u = tl.load(u_ptr + token * STRIDE_U + offs, mask=mask, other=0.0)
+    total += u.to(tl.float32) * weight.to(tl.float32)
+    tl.store(c_ptr + token * C + offs, total / (1.0 + tl.exp(-total)), mask=mask)
+    window += (u.to(inputs_ptr.dtype.element_ty),)
+    for i in tl.static_range(TAPS - 1):
+        tl.store(own_ptr + i * C, window[i + 1], mask=mask)
+    for store in range(first_store, last_store):
+        checkpoint = tl.load(stores_ptr + 2 * store + 1)
         for i in tl.static_range(TAPS - 1):
-            at = num_tokens - (TAPS - 1) + i
-            x = _input(
-                u_ptr, held_ptr, own_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U, C,
-                TAPS,
-            )  # fmt: skip
-            tl.store(target_ptr + i * C + offs, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+            tl.store(inputs_ptr + (checkpoint * (TAPS - 1) + i) * C + offs, window[i + 1], mask=mask)
 
 
 @triton.jit
 def _convolve_kernel(
-    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, stores_ptr, accepted_ptr,
-    STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,8 +126,6 @@ def _convolve_kernel(
         num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
     )  # fmt: skip
     tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
-    if KEEPS:
-        _keep(u_ptr, held_ptr, inputs_ptr, request, stores_ptr, 0, offs, mask, STRIDE_U, C, TAPS)
 
 
 @triton.jit
@@ -136,12 +142,30 @@ def _keep_inputs_kernel(
     request = requests_ptr + tl.program_id(0) * NUM_FIELDS
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < C
-    first_token, row = tl.load(request + START), tl.load(request + ROW)
+    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
+    row, first_store, last_store = (
+        tl.load(request + ROW),
+        tl.load(request + FIRST_STORE),
+        tl.load(request + LAST_STORE),
+    )
     num_accepted = 0
     if NODES > 0:
         num_accepted = tl.load(accepted_ptr + tl.program_id(0))
+    own_ptr = inputs_ptr + row.to(tl.int64) * ((TAPS - 1) * C)
     held_ptr += row.to(tl.int64) * (NODES * C)
-    _keep(u_ptr, held_ptr, inputs_ptr, request, stores_ptr, num_accepted, offs, mask, STRIDE_U, C, TAPS)
+    for store in range(first_store, last_store + 1):
+        target, num_tokens = row, tl.load(request + NUM_KEPT)
+        if store < last_store:
+            num_tokens, target = tl.load(stores_ptr + 2 * store), tl.load(stores_ptr + 2 * store + 1)
+        target_ptr = inputs_ptr + target.to(tl.int64) * ((TAPS - 1) * C)
+        # Upwards: input i of the row is read before it is replaced, by a later one.
+        for i in tl.static_range(TAPS - 1):
+            at = num_tokens - (TAPS - 1) + i
+            x = _input(
+                u_ptr, held_ptr, own_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U, C,
+                TAPS,
+            )  # fmt: skip
+            tl.store(target_ptr + i * C + offs, x.to(inputs_ptr.dtype.element_ty), mask=mask)
     for node in range(NUM_NODES):
         token = (first_token + node).to(tl.int64)
         tl.store(held_ptr + node * C + offs, tl.load(u_ptr + token * STRIDE_U + offs, mask=mask), mask=mask)
@@ -168,10 +192,17 @@ def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: Line
     assert u.stride(1) == 1
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
-    _convolve_kernel[(num_tokens, triton.cdiv(num_channels, block))](
-        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.stores,
-        steps.accepted, u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1],
-        KEEPS=keeps_at_once(rows, steps), BLOCK=block, **pdl_options(u),
+    grid, taps = (num_tokens, triton.cdiv(num_channels, block)), weight.shape[1]
+    if keeps_at_once(rows, steps):
+        _one_token_kernel[grid](
+            u, rows.inputs, weight, c, steps.requests, steps.stores, u.stride(0),
+            C=num_channels, TAPS=taps, BLOCK=block, **pdl_options(u),
+        )  # fmt: skip
+        return c
+    _convolve_kernel[grid](
+        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
+        u.stride(0), C=num_channels, TAPS=taps, NODES=rows.held_inputs.shape[1], BLOCK=block,
+        **pdl_options(u),
     )  # fmt: skip
     return c
 

@@ -115,7 +115,7 @@ def _delta_rule_kernel(
 
 def tile(v_head_dim: int) -> tuple[int, int]:
     """(columns of the state, warps) of a CTA."""
-    return min(max(triton.next_power_of_2(v_head_dim), 16), 32), 4
+    return min(max(triton.next_power_of_2(v_head_dim), 16), 64), 4
 
 
 def delta_rule(
