@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
+from safetensors.torch import save_file
 
+from diptych.shared.config import parse_config, parse_draft_config
 from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.draft_weights import dummy_draft_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
 
@@ -81,6 +84,49 @@ def test_trees_of_drafts(panel: str, name: str, tmp_path: Path) -> None:
     outputs = llm.generate(prompts, params, progress=False)
     assert [o.output_ids for o in outputs] == [hf_greedy(hf_model, p, num_new)[0] for p in prompts]
     assert llm.stats().speculation.num_accepted_tokens >= num_new // 2
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 48, "rope_theta": 500.0, "hidden_act": "silu",
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+}  # fmt: skip
+OTHER_TREES = [
+    pytest.param(
+        panel, speculative, name, id=f"{panel}-{speculative}-{name}",
+        marks=[] if (speculative, name) == ("ngram", "gpt-oss") else pytest.mark.full,
+    )
+    for panel, speculative in (("reference", "ngram"), ("reference", "eagle3"), ("optimized", "eagle3"))
+    for name in ("mistral-window", *FAMILIES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("panel", "speculative", "name"), OTHER_TREES)
+def test_trees_of_other_drafters(panel: str, speculative: str, name: str, tmp_path: Path) -> None:
+    """A head of random weights, whose drafts are wrong; and the reference's n-grams, from answers to the same
+    prompts. The optimized panel drafts chains of n-grams only."""
+    flags: dict[str, Any] = {"speculative": speculative, "speculative_num_draft_tokens": 5}
+    if speculative == "eagle3":
+        (tmp_path / "head").mkdir()
+        (tmp_path / "head" / "config.json").write_text(json.dumps(HEAD))
+        target = parse_config(CONFIGS[name])
+        weights = dict(dummy_draft_weights(parse_draft_config(HEAD, target)))
+        save_file(weights, tmp_path / "head" / "model.safetensors")
+        flags |= {"speculative_draft_model": str(tmp_path / "head"), "speculative_topk": 2}
+        flags["speculative_num_steps"] = 3
+    lens, num_new = ((61, 29), 9) if panel == "reference" else ((30,), 4)  # kernels may be interpreted
+    hf_model = random_hf_model(CONFIGS[name])
+    hf_model.save_pretrained(tmp_path)
+    prompts = [prompt[:length] for prompt, length in zip(make_prompts(), lens)]
+    llm = LLM(
+        model=str(tmp_path), device="cpu", panel=panel, page_size=4, max_total_tokens=512,
+        check_invariants=True, **flags,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+    expected = [hf_greedy(hf_model, p, num_new)[0] for p in prompts]
+    for _ in range(2):
+        assert [o.output_ids for o in llm.generate(prompts, params, progress=False)] == expected
+    assert speculative == "eagle3" or llm.stats().speculation.num_accepted_tokens >= num_new // 2
 
 
 @pytest.mark.full
