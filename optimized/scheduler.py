@@ -63,7 +63,7 @@ class Scheduler(interface.Scheduler):
         return self.requests.retract_by_id(rid)
 
     def has_work(self) -> bool:
-        return self.requests.has_work()
+        return bool(self.requests.live or self.requests.outputs)
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:

@@ -77,12 +77,6 @@ def pack(file: Path, triton: Path, modules: Path, made_for: dict[str, str]) -> i
     return num
 
 
-def use(file: str | None, device: torch.device) -> None:
-    """Unpack the file of an engine's flags, and say so."""
-    if file is not None and device.type == "cuda":
-        print(unpack(Path(file)), file=sys.stderr)
-
-
 def unpack(file: Path) -> str:
     """Put the kernels of a file where the compilers look for them, beside what is there. Returns one line
     for the user. Raises `ValueError` for a file that is no such archive."""

@@ -62,6 +62,7 @@ class LLM:
         if config.disaggregation_mode is not None:
             raise ValueError(f"disaggregation_mode={config.disaggregation_mode} is of servers: diptych serve")
         self.sampling_defaults = read_sampling_defaults(config)
+        self._default_params = SamplingParams(**self.sampling_defaults)
         assembly = start_assembly(config)
         self.config = assembly.config
         self.model_config = assembly.model_config
@@ -147,10 +148,6 @@ class LLM:
         markers = (self.dialect.reasoning or ())[:2]
         prompt = self.tokenizer.conversation(plain, ending_with=markers, **template_args)
         return ImagesPrompt(prompt.ids, images) if images else prompt.ids, prompt.ending
-
-    @cached_property
-    def _default_params(self) -> SamplingParams:
-        return SamplingParams(**self.sampling_defaults)
 
     @cached_property
     def dialect(self) -> Dialect:

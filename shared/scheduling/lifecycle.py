@@ -115,9 +115,6 @@ class Lifecycle:
         req.arrival_time = req.queue_start_time = self.parts.clock()
         self.live[req.rid] = req
 
-    def has_work(self) -> bool:
-        return bool(self.live or self.outputs)
-
     def have_started(self, reqs: Sequence[Req]) -> None:
         """Count the requests that are in a batch for the first time."""
         for req in reqs:

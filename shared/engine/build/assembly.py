@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.engine import kernel_cache
 from diptych.shared.engine.build.cpu_threads import choose_threads
 from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan, make_plan
@@ -98,10 +97,9 @@ def assemble(
     weights or pools is allocated."""
     phases, compilations = Phases(), Compilations()
     plan = make_plan(config, replace, tp)
-    features = Features(plan)
     if plan.device.type == "cuda" and plan.device.index is not None:
         torch.cuda.set_device(plan.device)  # kernels run on the thread's current device
-    kernel_cache.use(plan.config.kernel_cache, plan.device)
+    features = Features(plan)
     phases.end("tokenizer")
     if plan.ranks is not None:  # a group's first collective may take memory
         warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1)
@@ -120,9 +118,6 @@ def assemble(
         parts.model_runner.prepare(plan.config, parts.sampler, parts.num_token_ids)
         phases.end("graphs", kernels=parts.model_runner.compile_seconds)
     scheduler = features.component("scheduler")(plan.config, plan.model_config, parts)
-    eos_token_ids = plan.model_config.eos_token_ids
-    if plan.tokenizer is not None:
-        eos_token_ids |= plan.tokenizer.eos_token_ids
     return Assembly(
         config=plan.config.updated(max_total_tokens=pools.memory.num_tokens),
         model_config=plan.model_config,
@@ -135,29 +130,19 @@ def assemble(
         detokenizer=features.component("detokenizer"),
         parts=parts,
         scheduler=scheduler,
-        grammars=GrammarCompiler(plan.tokenizer, plan.num_token_ids, eos_token_ids),
-        eos_token_ids=eos_token_ids,
+        grammars=GrammarCompiler(plan.tokenizer, plan.num_token_ids, plan.eos_token_ids),
+        eos_token_ids=plan.eos_token_ids,
         seconds=phases.seconds,
-        weights=live_weights(plan, model, extras),
+        weights=LiveWeights(
+            model, plan.model_config, plan.device, plan.config.quantization, plan.tp or ALONE, plan.config.ep,
+            extras.experts,
+        ),
         experts=extras.experts,
         lora=extras.lora,
         vision=extras.vision,
         compilations=compilations,
         tp=plan.tp or ALONE,
-    )
-
-
-def live_weights(plan: Plan, model: CausalLM, extras: Extras) -> LiveWeights:
-    """What changes the model's weights while it serves."""
-    return LiveWeights(
-        model,
-        plan.model_config,
-        plan.device,
-        plan.config.quantization,
-        plan.tp or ALONE,
-        plan.config.ep,
-        extras.experts,
-    )
+    )  # fmt: skip
 
 
 def make_parts(

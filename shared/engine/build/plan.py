@@ -39,6 +39,7 @@ class Plan:
     kv_dtype: torch.dtype  # of the KV pool
     kv_scales: Sequence[KVScales] | None  # of all layers; None: 1
     num_token_ids: int  # ids [0, num_token_ids) have a token; further rows of the head are padding
+    eos_token_ids: frozenset[int]  # tokens that end an answer, of the model and of the tokenizer
     ranks: Collectives | None  # the group of this rank; None: it works alone
     tp: Collectives | None  # the group, if each of its ranks has a part of every layer
 
@@ -88,13 +89,14 @@ def make_plan(
         kv_dtype = torch.bfloat16
     elif config.kv_cache_dtype != "auto":
         kv_dtype, kv_scales = kv_cache_of(folder, model_config, config)
-    num_token_ids = model_config.vocab_size
+    num_token_ids, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
     if tokenizer is not None:
         num_token_ids = min(num_token_ids, tokenizer.vocab_size)
+        eos_token_ids |= tokenizer.eos_token_ids
     tp = None if config.pp > 1 or config.dp_attention else ranks
     return Plan(
         config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales,
-        num_token_ids, ranks, tp,
+        num_token_ids, eos_token_ids, ranks, tp,
     )  # fmt: skip
 
 

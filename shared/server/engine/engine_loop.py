@@ -77,7 +77,7 @@ class EngineLoop:
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
         self.weight_actions = WeightActions(assembly, self._deliver)
-        self.profiler = Profiler(assembly)
+        self.profiler = Profiler(assembly.parts.timeline, assembly.parts.allocator.device)
         self.load_log = LoadLog(assembly.config.decode_log_interval, assembly.parts.allocator.size)
 
     # --8<-- [start:engine-loop]

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.perfetto import Life, chrome_trace, kernel_spans
-from diptych.shared.timeline import Span
+from diptych.shared.timeline import Span, Timeline
 
 
 class Profiler:
     """Records CPU spans, steps of the device, kernels of a GPU, and lives of requests. It records one profile
     at a time, of the first rank and replica."""
 
-    def __init__(self, assembly: Assembly) -> None:
-        self.timeline = assembly.parts.timeline
-        self.device = assembly.parts.allocator.device
+    def __init__(self, timeline: Timeline, device: torch.device) -> None:
+        self.timeline = timeline
+        self.device = device
         self.file: Path | None = None  # of the profile that is recorded
         self.last_step: int | None = None
         self._kernels: Any = None  # torch's profiler

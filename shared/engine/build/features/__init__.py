@@ -32,6 +32,10 @@ if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.scheduling.host_cache import HostCache
 
 FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
+    (
+        "changed_parts:CompiledKernels",
+        lambda plan: plan.config.kernel_cache is not None and plan.device.type == "cuda",
+    ),
     ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
     ("together:Ranks", lambda plan: plan.config.tp > 1 or plan.config.pp > 1),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
