@@ -37,6 +37,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "accuracy-limits": tables.accuracy_limits,
     "server-checks": tables.server_checks,
     "server-results": tables.server_results,
+    "server-faults": tables.server_faults,
     "cheats": tables.cheats,
     "honest-kernels": tables.honest_kernels,
     "families": tables.families,

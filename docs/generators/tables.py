@@ -156,6 +156,16 @@ def server_results() -> str:
     return table(["Check", *found], rows)
 
 
+def server_faults() -> str:
+    """Planted faults of a server's chat: the check that names each, and what measures of calls find."""
+    path = Path(__file__).parents[2] / "tests" / "server_check" / "vendor_style.json"
+    rows = [
+        [cell(row["what"]), code(row["check"]), row["by"] or "missed"]
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    return table(["Fault", "`diptych check server`", "K2's measures"], rows)
+
+
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -236,13 +246,18 @@ def dialect_table() -> str:
 
 
 def cheats() -> str:
-    """Planted patterns of the kernel checker, what finds them, and in how many operations they are named."""
+    """Planted patterns of the kernel checker, what finds them, in how many operations they are named, and
+    which of other checks find them."""
+    peers = json.loads((KERNEL_CHECKS / "peers.json").read_text(encoding="utf-8"))["found"]
     rows = []
     for number, row in json.loads((KERNEL_CHECKS / "cheats.json").read_text(encoding="utf-8")).items():
         found = [each for each in row["found"].values() if each != "NOT NAMED"]
         count = f"{len(found)} of {len(row['found'])}"
-        rows.append((number, row["what"], row["finds"], count))
-    return table(("", "A kernel that", "What finds it", "Named in"), rows, "rlll")
+        others = peers.get(number, dict.fromkeys(peers["1"], "not wrong"))
+        rows.append((number, row["what"], row["finds"], count, *others.values()))
+    return table(
+        ("", "A kernel that", "What finds it", "Named in", *peers["1"]), rows, "rlll" + "l" * len(peers["1"])
+    )
 
 
 def honest_kernels() -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from diptych.shared.tools.bench import bare_kernel
 from diptych.shared.tools.bench.step_cost import Ceilings
 from diptych.shared.tools.conformance.kernels import run
 from diptych.shared.tools.conformance.kernels.attention_suspects import dense
+from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.conventions import (
     CONVENTIONS,
     LIKES,
     convention_of,
     operation_of,
 )
-from diptych.shared.tools.conformance.kernels.kernel_report import Report
+from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 from diptych.shared.tools.conformance.kernels.target import load_function
 from tests.kernel_check.right import RIGHT
@@ -139,6 +141,18 @@ def test_a_call_that_does_not_return_ends_the_check() -> None:
     assert report.failing[0].failure == "the call: expected a return within 0.05 s, got none"
     assert report.num_not_run == len(LIKES["silu_and_mul"].cases) - 1
     assert "more are not run" in report.summary
+
+
+def test_a_case_for_which_no_time_is_left_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [Verdict("a", "", 1), Verdict("b", "", 1, failure="got none", ends_check=True)]
+    left, clock = list(verdicts), iter((0.0, 0.0, 2.0))
+    monkeypatch.setattr(run, "check_problem", lambda *_: left.pop(0))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    like = LIKES["silu_and_mul"]
+    with ChildFunction("unused:f", ends_at=1.0) as child:
+        report = run.check_kernel(child, "f", like, convention_of(like.name, "torch"))
+    assert (report.verdicts, report.status) == (verdicts[:1], 2)
+    assert report.summary == f"1 cases hold, {len(like.cases) - 1} are not run: the time of the check is over"
 
 
 def test_what_depends_on_the_batch_is_reported() -> None:

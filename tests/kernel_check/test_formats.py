@@ -47,6 +47,25 @@ def test_references_and_right_solutions_hold(name: str, is_dps: bool, tmp_path: 
     assert (PROPERTIES_ONLY in reports[-1].notes) == (not is_known)
 
 
+PUBLISHED = {
+    "gemm": {"N": 4096, "K": 4096},
+    "gqa_paged": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "gqa_ragged": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "mla_paged": {"num_qo_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 1},
+}
+"""type -> constant axes of a Definition that is published"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_references_of_published_sizes_hold(name: str, tmp_path: Path) -> None:
+    data = DEFINITIONS[name]
+    sizes = {axis: {"type": "const", "value": size} for axis, size in PUBLISHED[name].items()}
+    definition = read_definition(written(tmp_path, "d.json", {**data, "axes": {**data["axes"], **sizes}}))
+    (report,) = check_solution(definition, None)
+    assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+
+
 WRONG = {
     "gemm": (("A.float()", "A.float().round()"), ""),
     "rmsnorm": (("1e-6", "1e-5"), ""),
@@ -119,6 +138,13 @@ def test_wrong_solutions_and_workloads_are_refused(tmp_path: Path) -> None:
     (tmp_path / "w.jsonl").write_text('{"definition": "another", "workload": {}}\n')
     with pytest.raises(ValueError, match="no Workload"):
         read_workloads(tmp_path / "w.jsonl", definition)
+
+
+def test_a_reference_that_nothing_is_compared_with_is_refused(tmp_path: Path) -> None:
+    data = {**DEFINITIONS["gemm"], "op_type": "convolution"}
+    definition = read_definition(written(tmp_path, "definition.json", data))
+    with pytest.raises(ValueError, match="name a Solution"):
+        check_solution(definition, None)
 
 
 @pytest.mark.full

@@ -79,6 +79,11 @@ def check_solution(
             elif reports[0].status:
                 report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
             reports.append(report)
+    if not reports:
+        raise ValueError(
+            f"{definition.name}: the exact result of this operation, or of this form of it, is not known: "
+            "name a Solution, which is compared with the reference"
+        )
     return reports
 
 

@@ -100,7 +100,7 @@ def _spec(path: Path, name: str, data: Mapping[str, Any]) -> Spec:
     if data["dtype"] not in DTYPES:
         raise ValueError(f"{path}: dtype of {name} is {data['dtype']!r}; known are {', '.join(DTYPES)}")
     shape = data["shape"]
-    return Spec(None if shape is None else tuple(shape), getattr(torch, data["dtype"]))
+    return Spec(tuple(shape) if shape else None, getattr(torch, data["dtype"]))
 
 
 def read_solution(path: Path) -> Solution:
@@ -108,7 +108,7 @@ def read_solution(path: Path) -> Solution:
     data = _read(path)
     try:
         spec = data["spec"]
-        language = spec["language"]
+        language = str(spec["language"]).lower()
         file, _, function = spec["entry_point"].partition("::")
         sources = {each["path"]: each["content"] for each in data["sources"]}
         solution = Solution(

@@ -120,7 +120,8 @@ class Report:
             rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
             return f"{len(self.failing)} of {num_cases} cases fail{rest}"
         if self.num_not_run:
-            return f"{num_cases} cases hold, {self.num_not_run} are not run: the time of the check is over"
+            rest = f"{self.num_not_run} {'is' if self.num_not_run == 1 else 'are'} not run"
+            return f"{num_cases} cases hold, {rest}: the time of the check is over"
         if self.num_refused == num_cases:
             return f"all {num_cases} cases are refused: nothing was checked"
         without = Counter(form for verdict in self.verdicts for form in verdict.refused_forms)
