@@ -160,7 +160,7 @@ FOLDERS = {"flashinfer-bench": "", "kernelbench": "src", "gpu-mode": "problems/p
 
 
 class Event:
-    """Of torch.cuda, by the clock of the host."""
+    """A stand-in for that of torch.cuda, by the clock of the CPU."""
 
     def __init__(self, **_: Any) -> None:
         self.at = 0.0
