@@ -142,8 +142,8 @@ def holds(problem: Problem, results: Results) -> bool:
 
 
 def _check_rows(what: str, result: torch.Tensor, expected: torch.Tensor, allowed: float) -> None:
-    """A row is the last dimension. Its error counts relative to its norm: a row may be small as a whole. Below
-    the normal numbers of its type an element may be off by one step."""
+    """A row is the last dimension. Its error counts relative to its norm: a row may be small as a whole.
+    Below the normal numbers of its type an element may be off by one step."""
     if expected.dim() < 2 or not expected.numel():
         return
     error = (result.detach().cpu().double() - expected).nan_to_num(0.0).flatten(0, -2).norm(dim=-1)
