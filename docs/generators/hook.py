@@ -22,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by 
 
 from docs.generators import commands, components, http, measured, mechanisms, tables, works
 
-Notes = dict[str, str]
-
 GENERATORS: dict[str, Callable[..., str]] = {
     "component": components.component,
     "components": components.overview,
@@ -63,7 +61,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
 """Name in a marker -> function of the words behind it and of the notes, if it has any."""
 
 _MARKER = re.compile(r"^<!-- generate: ([\w-]+)([^\n]*?)(?:\n(.*?))?-->$", re.MULTILINE | re.DOTALL)
-_NOTE = re.compile(r"(\S+): (.*)")
 
 
 def expand(markdown: str) -> str:
@@ -77,22 +74,7 @@ def _generate(match: re.Match[str]) -> str:
         raise ValueError(f"no generator {name!r}; there are {', '.join(GENERATORS)}")
     if body is None:
         return GENERATORS[name](*words)
-    return GENERATORS[name](*words, notes=_notes(body))
-
-
-def _notes(body: str) -> Notes:
-    """Lines "name: text"; an indented line continues the one before."""
-    notes: Notes = {}
-    last = ""
-    for line in filter(str.strip, body.splitlines()):
-        if line[0] == " ":
-            notes[last] += " " + line.strip()
-            continue
-        match = _NOTE.fullmatch(line)
-        if match is None or match.group(1) in notes:
-            raise ValueError(f"a note is a new name, a colon and a text, got {line!r}")
-        last, notes[match.group(1)] = match.groups()
-    return notes
+    return GENERATORS[name](*words, notes=tables.notes_of(body))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

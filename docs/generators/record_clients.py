@@ -2,9 +2,10 @@
 
     python -m docs.generators.record_clients [FOLDER] [NAME ...]
 
-Each Python client has a virtual environment of its own below FOLDER (build/clients), which is made and filled
-from the package registry if it is not there; Node's packages share one. What cannot be installed is recorded
-as not run. The server has the built-in model with a longer context: instructions of agents have many tokens.
+The scripts are those of docs/examples/clients, which fail when an answer is not as expected. Each Python
+client has a virtual environment of its own below FOLDER (build/clients), which is made and filled from the
+package registry if it is not there; Node's packages share one. What cannot be installed is recorded as not
+run. The server has the built-in model with a longer context: instructions of agents have many tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +20,32 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from docs.generators.client_scripts import CLIENTS, Client
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "samples" / "clients.json"
 INSTALL_SECONDS, RUN_SECONDS = 900, 300
+
+_HEAD = re.compile(r'(?:"""|// |# )(.+?): (.+?)\.\s+(?:// |# )?(pip|npm) install (.+)\n')
+
+
+class Client(NamedTuple):
+    """What the first lines of a script say. The first package names the client's environment."""
+
+    name: str
+    does: str
+    manager: str  # pip, npm
+    packages: list[str]
+    script: Path
+
+
+def clients() -> list[Client]:
+    found = []
+    for path in sorted((ROOT / "docs" / "examples" / "clients").iterdir()):
+        head = _HEAD.match(path.read_text("utf-8"))
+        assert head is not None, path
+        found.append(Client(*head.groups()[:3], head[4].split(), path))
+    return found
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -39,7 +59,7 @@ def main(folder: Path, names: list[str]) -> None:
         config.write_text(text, "utf-8")
         flags = ("--model", model, "--served-model-name", "tiny-dense", "--max-total-tokens", "140000")
         with serving(*flags, "--tool-call-parser", "hermes") as server:
-            for client in CLIENTS:
+            for client in clients():
                 if not names or client.name in names:
                     found[client.name] = _record(client, folder.resolve(), server.url)
                     print(client.name, found[client.name]["result"], flush=True)
@@ -48,17 +68,19 @@ def main(folder: Path, names: list[str]) -> None:
 
 def _record(client: Client, folder: Path, url: str) -> dict[str, Any]:
     facts = {"date": datetime.date.today().isoformat(), "version": ""}
-    is_node = client.kind.startswith("node")
+    is_node = client.manager == "npm"
     home = folder / ("npm" if is_node else client.packages[0])
     try:
         (_install_node if is_node else _install_python)(client, home)
         facts["version"] = _version(client, home)
     except (OSError, subprocess.SubprocessError) as error:
         return {**facts, "result": f"not run: it cannot be installed here ({type(error).__name__})"}
-    command = {
-        "python": [str(home / "bin" / "python"), "-c", client.script],
-        "node": ["node", "--input-type=module", "-e", client.script],
-    }.get(client.kind, ["bash", "-c", client.script])
+    script = client.script.read_text("utf-8")
+    command = {  # Node looks for packages from where it runs if its script is no file
+        ".py": [str(home / "bin" / "python"), "-c", script],
+        ".mjs": ["node", "--input-type=module", "-e", script],
+        ".sh": ["bash", "-c", script],
+    }[client.script.suffix]
     tools = home / "node_modules" / ".bin" if is_node else home / "bin"
     environment = {**os.environ, "URL": url, "PATH": f"{tools}:{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
@@ -89,7 +111,7 @@ def _install_node(client: Client, home: Path) -> None:
 
 def _version(client: Client, home: Path) -> str:
     package = client.packages[0]
-    if client.kind.startswith("node"):
+    if client.manager == "npm":
         return str(
             json.loads((home / "node_modules" / package / "package.json").read_text("utf-8"))["version"]
         )

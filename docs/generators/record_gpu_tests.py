@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from docs.generators.recordings import DATA, ROOT
+from docs.generators.measured import DATA
 
+ROOT = Path(__file__).parents[2]
 CONTRACTS = "tests/conformance/test_contracts.py"
 COLLECT = """
 import sys

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from docs.generators.recordings import SHAPES
-
 Results = list[dict[str, Any]]
 Rows = Iterable[Any]
 
@@ -50,14 +48,14 @@ def by(*keys: str) -> Callable[[Results, Results], Rows]:
     return join
 
 
-def beside_peers(method: str) -> Callable[..., Rows]:
+def beside_peers(method: str, *shapes: str) -> Callable[..., Rows]:
     """Each shape with the best public number of other engines."""
 
     def join(*files: Results) -> Rows:
         from diptych.shared.tools.bench.peers import ROWS
         from docs.figures.charts import text_of
 
-        for shape, (r,) in zip(SHAPES, files):
+        for shape, (r,) in zip(shapes, files):
             engine, best = getattr(ROWS[shape], method)()
             yield {"shape": shape, "best": f"{text_of(best)} ({engine.split()[0]})", "own": r}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,27 @@ from typing import Any
 
 from docs.generators.classes import Field, fields_of, named, summary
 
+Notes = dict[str, str]
+
 KERNEL_CHECKS = Path(__file__).parents[2] / "tests" / "kernel_check"
+
+
+_NOTE = re.compile(r"(\S+): (.*)")
+
+
+def notes_of(body: str) -> Notes:
+    """Lines "name: text" of a marker; an indented line continues the one before."""
+    notes: Notes = {}
+    last = ""
+    for line in filter(str.strip, body.splitlines()):
+        if line[0] == " ":
+            notes[last] += " " + line.strip()
+            continue
+        match = _NOTE.fullmatch(line)
+        if match is None or match.group(1) in notes:
+            raise ValueError(f"a note is a new name, a colon and a text, got {line!r}")
+        last, notes[match.group(1)] = match.groups()
+    return notes
 
 
 def cell(text: object) -> str:
@@ -277,12 +298,12 @@ def honest_kernels() -> str:
 
 def clients() -> str:
     """Every client: its version, what its script does, and the result of the recorded run."""
-    from docs.generators.client_scripts import CLIENTS
     from docs.generators.record_clients import RECORD
+    from docs.generators.record_clients import clients as scripts
 
     found = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else {}
     rows = []
-    for client in CLIENTS:
+    for client in scripts():
         facts = found.get(client.name, {"version": "", "date": "", "result": "not run yet"})
         package = f"`{client.packages[0]}` {facts['version']}"
         rows.append([client.name, package, cell(client.does), cell(facts["result"]), facts["date"]])

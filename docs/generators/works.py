@@ -13,7 +13,7 @@ from typing import Any
 
 from diptych.shared import registry
 from docs.generators.classes import ROOT
-from docs.generators.recordings import DATA
+from docs.generators.measured import DATA
 from docs.generators.tables import table, wrapping
 
 NOT_YET = "not run yet"

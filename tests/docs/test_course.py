@@ -77,6 +77,7 @@ def test_tasks_come_between_the_text_and_before_their_solution(stage: Stage) -> 
 def test_length(stage: Stage) -> None:
     """The text counts without the annotations of quotes, which open on a click."""
     text = re.sub(r"^ *\d+\.  .*\n(?: {4,}\S.*\n)*", "", page_of(stage), flags=re.MULTILINE)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     assert 600 <= len(text.split()) <= 2400
 
 

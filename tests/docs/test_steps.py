@@ -14,6 +14,7 @@ from tests.browser import chromium, needs_chromium, set_screen
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BODIES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "figures").glob("*.html"))}
+LAYOUT = Path(__file__).with_name("layout.js").read_text(encoding="utf-8")
 SLIDERS = [name for name, body in BODIES.items() if re.match(r'<figure class="[^"]*\bsteps\b', body)]
 BACKGROUNDS = {"default": "rgb(255, 255, 255)", "slate": "rgb(30, 33, 41)"}
 """Of the site, by its colour scheme."""
@@ -40,9 +41,9 @@ def open_figure(
     page = folder / "page.html"
     page.write_text(
         f"<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><style>{style}"
-        f"body {{ background: {BACKGROUNDS[scheme]}; color: var(--ink) }} button {{ background: none }}"
-        f"</style><body class=md-typeset "
-        f"data-md-color-scheme={scheme}>{BODIES[name]}<script>{code}</script>",
+        f"html {{ font-size: 20px }} body {{ background: {BACKGROUNDS[scheme]}; color: var(--ink) }} "
+        f"button, code {{ background: none; font-size: 0.7rem }}</style><body class=md-typeset "
+        f"data-md-color-scheme={scheme}><main class=md-content>{BODIES[name]}</main><script>{code}</script>",
         encoding="utf-8",
     )
     set_screen(driver, width)
@@ -89,41 +90,13 @@ def test_buttons_and_keys(driver: Any, tmp_path: Path, name: str, scheme: str, w
 @each_scheme
 @each_slider
 def test_every_step_is_legible(driver: Any, tmp_path: Path, name: str, scheme: str, width: int) -> None:
-    """No step is wider than the screen, and text and buttons contrast with the background of the scheme."""
+    """As whole pages are (tests/docs/test_layout.py): in the screen, large and with enough contrast."""
     titles = open_figure(driver, tmp_path, name, width, scheme)
     following = driver.find_elements("css selector", ".controls button")[1]
     for title in titles:
-        assert driver.execute_script(FAINT_OR_WIDE, BACKGROUNDS[scheme]) == [], title
+        assert driver.execute_script(LAYOUT) == [], title
         if following.is_enabled():
             following.click()
-
-
-FAINT_OR_WIDE = """
-const luminance = (color) => {
-  const [red, green, blue] = color.match(/[\\d.]+/g).slice(0, 3).map((c) => {
-    const part = c / 255;
-    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-  });
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-};
-const contrast = (one, other) => {
-  const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
-  return (light + 0.05) / (dark + 0.05);
-};
-const found = [];
-const shown = (selector) => [...document.querySelectorAll(selector)].filter((each) => each.checkVisibility());
-if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
-for (const svg of shown(".step > svg")) {
-  if (svg.getBoundingClientRect().right > innerWidth + 1) found.push("a picture beyond the screen");
-}
-for (const text of shown(".controls button:enabled, .step p, figcaption")) {
-  if (contrast(getComputedStyle(text).color, arguments[0]) < 4.5) found.push(`faint: ${text.textContent}`);
-}
-for (const text of shown(".step svg text:not([class])")) {
-  if (contrast(getComputedStyle(text).fill, arguments[0]) < 4.5) found.push(`faint: ${text.textContent}`);
-}
-return found;
-"""
 
 
 @each_width

@@ -12,7 +12,7 @@ import pytest
 
 from diptych.shared import registry
 from docs.generators import record_gpu_tests, works
-from docs.generators.recordings import DATA
+from docs.generators.measured import DATA
 from tests.house.tree import ROOT, project_files
 
 GPU = (
