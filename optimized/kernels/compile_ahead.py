@@ -18,11 +18,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
+from triton.runtime import build
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -82,7 +84,8 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
     at the end."""
     variants = Variants()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    with ThreadPoolExecutor(num_threads or _idle_cores(), "compile", _use, (device,)) as threads:
+    workers = ThreadPoolExecutor(num_threads or _idle_cores(), "compile", _use, (device,))
+    with _launchers_one_by_one(), workers as threads:
         with AsyncCompileMode(threads) as mode:
             JITFunction.run = lambda jit, *args, **options: variants.run(jit, *args, **options)
             try:
@@ -94,6 +97,25 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[Variants]:
             for _ in tqdm(waiting, "compile kernels", len(mode.raw_futures), leave=False, delay=1.0):
                 pass
         list(threads.map(_load, variants.compiled))
+
+
+@contextmanager
+def _launchers_one_by_one() -> Iterator[None]:
+    """Within the block each launcher that Triton writes in C is loaded by one thread at a time. They are
+    extension modules of one name. When a file is loaded a second time, Python puts its functions into the
+    module that bears the name (CPython's import.c, m_size -1), which another thread may be about to read:
+    it would launch its kernel by the launcher of another one."""
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def load_alone(name: str, path: str) -> Any:
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_alone
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
 
 
 def _idle_cores() -> int:

@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +30,30 @@ FLAGS: list[Any] = [
     ),
     pytest.param({"model": "wide"}, marks=pytest.mark.full),  # a hybrid model
 ]
+
+
+def test_threads_get_their_own_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although Python keeps one module for all of their name."""
+    build = pytest.importorskip("triton.runtime.build")
+    from diptych.optimized.kernels import compile_ahead
+
+    shared, both = ModuleType("launcher"), Barrier(2)
+
+    def load(name: str, path: str) -> ModuleType:
+        shared.launch = path  # type: ignore[attr-defined]
+        return shared
+
+    def launcher(path: str) -> str:
+        module = build._load_module_from_path("launcher", path)
+        both.wait(60.0)  # now both have loaded theirs
+        return module.launch
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with ThreadPoolExecutor(2) as threads:
+        assert len(set(threads.map(launcher, "ab"))) == 1
+        with compile_ahead._launchers_one_by_one():
+            assert list(threads.map(launcher, "ab")) == ["a", "b"]
+    assert build._load_module_from_path is load
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
