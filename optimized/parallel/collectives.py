@@ -10,6 +10,7 @@ memory, so use each group once before memory is measured.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -142,6 +143,8 @@ class Collectives(interface.Collectives):
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=LONGEST)  # a rank may compile behind an operation of the others
         nccl = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        # The end of a communicator waits for the other ranks, which may be waiting for this one's last call.
+        weakref.finalize(self, nccl.abort)
         if self.has_one_shot:
             store = distributed.PrefixStore("one-shot", store)
             self._one_shot = connect_one_shot(store, self.rank, self.size, nccl, device)
