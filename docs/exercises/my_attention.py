@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from diptych.reference.attention import virtual_requests
+from diptych.reference.attention import in_chunks
 from diptych.shared.interfaces import attention as interface
 from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from diptych.shared.modeling.forward import attention_output
@@ -25,6 +25,7 @@ class RequestPlan(NamedTuple):
     rows: slice  # of q: the request's tokens
     slots: torch.Tensor  # int64 [num_keys], by position
     visible: torch.Tensor  # bool [num_queries, num_keys], before a layer's window
+    key_positions: torch.Tensor | None = None  # of a tree_mask: the same shape, along each query's branch
 
 
 class MyAttention(interface.AttentionBackend):
@@ -53,7 +54,7 @@ class MyAttention(interface.AttentionBackend):
     ) -> torch.Tensor:
         output = attention_output(q, layer, out)
         if layer.attention_chunk > 0:  # the queries of each chunk, as a request of their own
-            plan = [local for request in plan for local in virtual_requests(request, layer.attention_chunk)]
+            plan = [local for request in plan for local in in_chunks(request, layer.attention_chunk)]
         for request in plan:
             output[request.rows] = self._run_request(q[request.rows], layer, request)
         return output
