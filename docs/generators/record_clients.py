@@ -44,7 +44,8 @@ def clients() -> list[Client]:
     for path in sorted((ROOT / "docs" / "examples" / "clients").iterdir()):
         head = _HEAD.match(path.read_text("utf-8"))
         assert head is not None, path
-        found.append(Client(*head.groups()[:3], head[4].split(), path))
+        name, does, manager, packages = head.groups()
+        found.append(Client(name, does, manager, packages.split(), path))
     return found
 
 
