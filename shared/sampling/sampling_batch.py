@@ -48,8 +48,7 @@ def make_sampling_batch_info(
         min_ps.append(min_p)
         top_ks.append(top_k)
     adjusts_logits = any(
-        p.changes_logits or p.needs_penalty or req.grammar is not None or req.logit_processor is not None
-        for req, p in zip(reqs, params)
+        req.needs_output or p.changes_logits or p.needs_penalty for req, p in zip(reqs, params)
     )
     adjustments: dict[str, Any] = {}
     if any(p.filter_order == "sequential" for p in params):
