@@ -83,9 +83,8 @@ def _one_token_kernel(
     window = ()
     for tap in tl.static_range(TAPS - 1):
         x = tl.load(own_ptr + tap * C, mask=has_inputs, other=0.0)
-        total += x.to(tl.float32) * tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        weight = tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
         window += (x,)
     weight = tl.load(weight_ptr + offs * TAPS + TAPS - 1, mask=mask, other=0.0)
     if USE_PDL:
