@@ -1,7 +1,9 @@
-"""Examples in pages work: Python blocks run, and commands exist with their options."""
+"""Examples in pages and in docs/deploy work: Python blocks run, and commands exist with their options."""
 
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from diptych.shared.tools.cli import app
 from diptych.shared.tools.conformance.clauses import suite
 
 ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 MAKE_TARGETS = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -37,6 +40,19 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+def deployed() -> list[tuple[str, list[str]]]:
+    """(file, arguments) of the program in the unit of systemd and in the image."""
+    unit = re.findall(r"^ExecStart=\S*/diptych (.*)$", (DEPLOY / "diptych.service").read_text(), re.MULTILINE)
+    image = re.findall(
+        r'^ENTRYPOINT \["\S*/diptych", (.*)\]$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert len(unit) == len(image) == 1
+    return [
+        ("diptych.service", shlex.split(unit[0])),
+        ("Dockerfile", shlex.split(image[0].replace(",", " "))),
+    ]
+
+
 PROGRAM: Any = typer.main.get_command(app)
 PYTHON_BLOCKS = [(page, code) for page, code in blocks("python") if "--8<--" not in code]
 
@@ -56,20 +72,21 @@ def test_number_of_clauses_in_the_page() -> None:
     assert says in (ROOT / "docs" / "own-component.md").read_text(encoding="utf-8")
 
 
-def test_there_are_examples() -> None:
-    assert len(PYTHON_BLOCKS) >= 2
-    assert len(commands("diptych")) >= 10
-
-
-@pytest.mark.parametrize(("page", "arguments"), commands("diptych"), ids=lambda value: " ".join(value)[:40])
-def test_command_exists_with_its_options(page: str, arguments: list[str]) -> None:
-    command, words = PROGRAM, list(arguments)
-    while words and hasattr(command, "commands"):
-        words = getattr(command, "with_subcommand", list)(words)
-        command = command.commands[words.pop(0)]
-    known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
-    used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-    assert used <= known
+def test_commands_exist_with_their_options() -> None:
+    calls = [*commands("diptych"), *deployed()]
+    assert len(calls) >= 10
+    wrong = []
+    for page, words in calls:
+        command, rest = PROGRAM, list(words)
+        while rest and hasattr(command, "commands"):
+            rest = getattr(command, "with_subcommand", list)(rest)
+            command = command.commands.get(rest.pop(0))
+        known = {
+            name for option in getattr(command, "params", ()) for name in option.opts + option.secondary_opts
+        }
+        used = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        wrong += [f"{page}: {' '.join(words)}"] * (command is None or not used <= known)
+    assert wrong == []
 
 
 def test_the_moe_example_holds_the_contract() -> None:
@@ -81,3 +98,19 @@ def test_make_targets_exist() -> None:
     targets = {word for _, words in commands("make") for word in words if "=" not in word}
     assert targets
     assert targets <= MAKE_TARGETS
+
+
+def test_systemd_knows_the_limits_of_the_unit(tmp_path: Path) -> None:
+    """systemd ignores what it does not know, with a warning: a misspelt limit is none."""
+    unit = (DEPLOY / "diptych.service").read_text()
+    assert {"LimitNOFILE", "TasksMax", "UMask", "NoNewPrivileges"} <= set(re.findall(r"^(\w+)=", unit, re.M))
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze")
+    # What is not on this computer: the program, its user and its file.
+    unit = re.sub(r"^ExecStart=.*", "ExecStart=/bin/true", unit, flags=re.M)
+    unit = re.sub(r"^(User|EnvironmentFile)=.*\n", "", unit, flags=re.M)
+    file = tmp_path / "diptych.service"
+    file.write_text(unit)
+    done = subprocess.run([analyze, "verify", str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

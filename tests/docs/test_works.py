@@ -50,40 +50,35 @@ def test_no_page_says_by_itself_where_something_has_run(page: str) -> None:
     assert not found, "say it by a marker: <!-- generate: gpu-runs ... -->, or link to works.md"
 
 
-TWO, CLAUSES = "tests.gpu.test_two_gpus", "tests.conformance.test_contracts"
+TWO, CLAUSES = "tests/gpu/test_two_gpus.py", "tests/conformance/test_contracts.py"
 REPORT = f"""<testsuites><testsuite>
-<testcase classname="{TWO}" name="test_two_ranks_answer_as_one[graphs]"/>
-<testcase classname="{TWO}" name="test_two_ranks_answer_as_one[NCCL]"><failure/></testcase>
-<testcase classname="{CLAUSES}" name="test_clause[attention-flashinfer-a-clause-one]"/>
-<testcase classname="{CLAUSES}" name="test_clause[sampler-optimized-a-clause-one]"><skipped/></testcase>
+<testcase file="{TWO}" name="test_two_ranks_answer_as_one[graphs]"/>
+<testcase file="{TWO}" name="test_two_ranks_answer_as_one[NCCL]"><failure/></testcase>
+<testcase file="{CLAUSES}" name="test_clause[attention-flashinfer-a-clause-one]"/>
+<testcase file="{CLAUSES}" name="test_clause[sampler-optimized-a-clause-one]"><skipped/></testcase>
 </testsuite></testsuites>"""
 
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A run that is recorded and shown: of two tests of two GPUs, one not, and of two clauses."""
-    wanted = [
-        ("tests/gpu/test_two_gpus.py", "test_two_ranks_answer_as_one", each)
-        for each in ("NCCL]", "no graphs]")
-    ]
+    wanted = [(TWO, "test_two_ranks_answer_as_one", each) for each in ("NCCL]", "no graphs]")]
     wanted += [("tests/gpu/test_waits.py", "test_a_step_is_launched_without_waiting", "")]
-    monkeypatch.setattr(
-        record_gpu_tests, "collected", lambda: [record_gpu_tests.Case(*each) for each in wanted]
-    )
+    cases = [record_gpu_tests.Case(*each) for each in wanted]
+    monkeypatch.setattr(record_gpu_tests, "collected", lambda: cases)
     monkeypatch.setattr(works, "DATA", tmp_path)
     works.records.cache_clear()
     (tmp_path / "report.xml").write_text(REPORT)
-    card = ["--card", "NVIDIA H100 80GB HBM3", "--gpus", "2"]
-    about = ["--torch", "2.13.0", "--commit", "5f9d2320", "--date", "2026-11-28", "--folder", str(tmp_path)]
-    record_gpu_tests.main([str(tmp_path / "report.xml"), *card, *about])
+    run = {"card": "NVIDIA H100 80GB HBM3", "gpus": 2, "torch": "2.13.0", "commit": "5f9d2320"}
+    record_gpu_tests.main([tmp_path / "report.xml"], **run, date="2026-11-28", folder=tmp_path)
     yield json.loads((tmp_path / "gpu-tests-H100-x2.json").read_text())
     works.records.cache_clear()
 
 
 def test_a_record_counts_what_passed_failed_and_was_not_run(record: dict[str, Any]) -> None:
     assert record["files"] == {
-        "tests/conformance/test_contracts.py": {"test_clause": [1, 0, 1]},
-        "tests/gpu/test_two_gpus.py": {"test_two_ranks_answer_as_one": [1, 1, 1]},
+        CLAUSES: {"test_clause": [1, 0, 1]},
+        TWO: {"test_two_ranks_answer_as_one": [1, 1, 1]},
         "tests/gpu/test_waits.py": {"test_a_step_is_launched_without_waiting": [0, 0, 1]},
     }
     assert record["contracts"] == {

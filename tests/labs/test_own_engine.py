@@ -16,7 +16,7 @@ from diptych.shared.tools.course.engine_page import badge, engine_page, leaderbo
 from diptych.shared.tools.course.engine_speed import flags_of_engines
 from diptych.shared.tools.course.folder import CourseFolder
 from diptych.shared.tools.course.own_engine import Part, Report, SoakResult, use_of, write_use
-from docs.generators.record_engines import ENGINES, text_of
+from tests.labs.record_engines import ENGINES, text_of
 
 
 def run(*arguments: str, status: int = 0) -> str:

@@ -100,7 +100,7 @@ def read_report(folder: Path) -> Report:
 
 
 def own_reports() -> list[Report]:
-    """The recorded reports of three engines of the project: `python -m docs.generators.record_engines`."""
+    """The recorded reports of three engines of the project: `python -m tests.labs.record_engines`."""
     from diptych.shared.tools.course import own_engine
 
     file = Path(own_engine.__file__).with_name("engines.json")

@@ -64,7 +64,7 @@ IDENTIFIER_WORDS = {
 }
 """Words of identifiers, between underscores or capitals."""
 ALLOWED = (
-    "tests/docs/test_words.py",
+    "tests/house/test_words.py",
     "shared/tools/corpus/small_talk.py",  # sentences of the training corpus
     "shared/tools/corpus/stories.py",
     "shared/tools/corpus/words.py",

@@ -1,6 +1,6 @@
 """Grades three engines of the project for `diptych course leaderboard`: shared/tools/course/engines.json.
 
-    python -m docs.generators.record_engines [NAME...]
+    python -m tests.labs.record_engines [NAME...]
 
 Each engine is a learner's folder below build/engines. Its files are the solutions that the tests have, except
 for the part that makes the engine what it is. Grades of files that are equal in two engines are made once.
