@@ -32,6 +32,15 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """stage -> the stages to read before it. They need not be solved: all other parts are the reference's."""
 
+FLAGS: dict[str, str] = {
+    "10": "--speculative eagle3 --speculative-draft-model tiny-dense-eagle3",
+    "11": "--model tiny-moe",
+    "13": "--tp 2",
+    "14": "--panel reference --quantization int4",
+    "15": "--model Qwen/Qwen3.5-0.8B",
+}
+"""stage -> the flags with which an engine uses its part, where the default ones have no use for it."""
+
 
 @dataclass(frozen=True)
 class Todo:

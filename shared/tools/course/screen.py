@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from diptych.shared.tools.commands.check_results import Result, print_failure
 from diptych.shared.tools.commands.check_stage import hint_for
 from diptych.shared.tools.conformance.clauses.stages import STAGES, Group, Stage
-from diptych.shared.tools.course.exercise import NEEDS, reading_minutes, todos_of
+from diptych.shared.tools.course.exercise import FLAGS, NEEDS, reading_minutes, todos_of
 from diptych.shared.tools.course.folder import CourseFolder, State
 from diptych.shared.tools.course.grading import GroupGrade
 
@@ -230,15 +231,23 @@ def hint_of(grade: GroupGrade) -> str:
 
 def show_success(out: Console, folder: CourseFolder, stage: Stage) -> None:
     """Print what to do with a green stage, and where to go on."""
-    use = f"{stage.component}={stage.target(str(folder.file_of(stage)))}"
     minutes = folder.times(stage).minutes
     took = "" if minutes is None else f", {duration(minutes)} after its first grade"
     out.print()
     out.print(Text(f"Stage {stage.number}, {stage.title}, is green{took}.", "bold green"))
     out.print("Run the engine with it:")
-    out.print(Text(f'  diptych generate --use {use} "What is 12 + 30?"', "cyan"), soft_wrap=True)
+    out.print(Text(f"  {command_with(folder, stage)}", "cyan"), soft_wrap=True)
+    if "/" in FLAGS.get(stage.number, ""):
+        out.print("The model is downloaded from Hugging Face: the built-in ones have no such layers.")
     following = folder.next_stage()
     if following is not None:
         out.print(f"Next is stage {following.number}, {following.title}: docs/course/{following.page}")
     else:
         out.print("All stages are green. Put the parts together: diptych course engine")
+
+
+def command_with(folder: CourseFolder, stage: Stage) -> str:
+    """The command that runs an engine with the learner's part of a stage."""
+    use = f"{stage.component}={stage.target(str(folder.file_of(stage)))}"
+    words = ("diptych generate", FLAGS.get(stage.number), "--use", shlex.quote(use), '"What is 12 + 30?"')
+    return " ".join(filter(None, words))
