@@ -9,40 +9,27 @@ against the batch. Eager prompts compute the last layer behind attention for the
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from diptych.optimized.attention.default import DefaultAttention
 from diptych.optimized.graphs.all_steps import AllSteps, ReplayCounts
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_runner, warn_of_launches
-from diptych.optimized.graphs.rehearsal import attention_of_rehearsal, sampling_infos
+from diptych.optimized.graphs.cuda_graph import graphs_of_runner, warn_of_launches
 from diptych.optimized.graphs.steps import Steps
-from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.optimized.tiers.host_pool import HostPool
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.speculation_flags import draft_shape
-from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.model_runner import NO_FEATURES, RunnerFeatures
 from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
-class ModelRunner(ReplayCounts, interface.ModelRunner):
+class ModelRunner(interface.ModelRunner):
     num_logprob_rows = LOGPROB_ROWS
-
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        kv_pool: TokenToKVPool,
-        features: RunnerFeatures = NO_FEATURES,
-    ) -> None:
-        super().__init__(model, attention, kv_pool, features)
-        self.kinds: tuple[Steps, ...] = ()  # of steps, in the order in which they are tried
+    make_graphs = staticmethod(graphs_of_runner)
+    kinds: tuple[Steps, ...] = ()  # of steps, in the order in which they are tried
+    replays = ReplayCounts()
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
@@ -106,44 +93,14 @@ class ModelRunner(ReplayCounts, interface.ModelRunner):
             if self.kv_pool.device.type == "cuda":
                 warn_of_launches("each step", f"{type(linear).__name__} does not run in CUDA graphs")
             return
-        self.steps = AllSteps(config, self.model, self.attention, self.kv_pool, self.num_logprob_rows, linear)
+        self.steps = AllSteps(config, self, self.num_logprob_rows)
         self.kinds = self.steps.kinds
-        graphs = None if config.disable_cuda_graph else self._graphs()
-        # Elsewhere the ranks exchange tokens of a batch, which an example does not have.
-        is_plain = config.pp == config.ep == 1 and not config.dp_attention
-        if self.kv_pool.device.type == "cuda" and not config.skip_warmup and is_plain:
-            start = time.perf_counter()
-            with compile_ahead():
-                self.rehearse(config, sampler, num_token_ids)
-            self.compile_seconds = time.perf_counter() - start
-        if graphs is not None:
-            self.steps.capture(graphs, self.capture_hidden, sampler, num_token_ids)
-
-    @torch.inference_mode()
-    def rehearse(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
-        """Launch an example of each kernel variant of steps, in `compile_ahead`."""
-        logits = None
-        with attention_of_rehearsal(self, *self.kinds):
-            self.steps.rehearse(self.capture_hidden, sampler, num_token_ids)
-            for batch in self.steps.other_batches(config):
-                if self.lora is not None:
-                    self.lora.prepare(batch)
-                logits = self._forward(batch).next_token_logits
-        assert logits is not None
-        num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
-        num_rows = config.max_running_requests * num_nodes
-        for info in sampling_infos(num_rows, num_token_ids, self.kv_pool.device):
-            rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
-            sampler.sample(rows, info, torch.zeros_like(info.seeds))
-
-    def _graphs(self) -> CudaGraphs | None:
-        return graphs_of_runner(self.model, self.kv_pool.device)
+        self.replays = ReplayCounts(self.kinds)
+        graphs = None if config.disable_cuda_graph else self.make_graphs(self.model, self.kv_pool.device)
+        self.compile_seconds = self.steps.prepare(self, graphs, sampler, num_token_ids)
 
     def _steps_for(self, forward_batch: ForwardBatch) -> Steps | None:
-        for steps in self.kinds:
-            if steps.takes(forward_batch):
-                return steps
-        return None
+        return next((steps for steps in self.kinds if steps.takes(forward_batch)), None)
 
     def _reads_last_rows(self, forward_batch: ForwardBatch) -> bool:
         """Whether only the hidden states of last tokens are read. Blocks of LoRA are of all rows."""

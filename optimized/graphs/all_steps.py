@@ -1,8 +1,10 @@
-"""All kinds of steps of a model runner, and the capture of their graphs."""
+"""All kinds of steps of a model runner: made, their kernels compiled, their graphs captured."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -11,29 +13,32 @@ from diptych.optimized.graphs.cuda_graph import CudaGraphs, Rehearsal, warn_of_l
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_steps
 from diptych.optimized.graphs.mixed_graph import MixedSteps
-from diptych.optimized.graphs.rehearsal import decode_batches, prefill_batches, verify_batches
+from diptych.optimized.graphs.rehearsal import (
+    attention_of_rehearsal,
+    decode_batches,
+    prefill_batches,
+    sampling_infos,
+    verify_batches,
+)
 from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
 from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
-from diptych.shared.config import EngineConfig
-from diptych.shared.config.speculation_flags import possible_shapes
-from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
-from diptych.shared.interfaces.linear_attention import LinearAttention
+from diptych.optimized.kernels.compile_ahead import compile_ahead
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config.speculation_flags import draft_shape, possible_shapes
+from diptych.shared.interfaces import Sampler
+from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.types import ForwardBatch
 
 
 class AllSteps:
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: CausalLM,
-        attention: AttentionBackend,
-        kv_pool: TokenToKVPool,
-        num_logprob_rows: int,
-        linear: LinearAttention | None = None,
-    ) -> None:
-        self.attention = attention
-        self.device = kv_pool.device
+    """The steps of a runner, which it owns: they keep no reference to it."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, num_logprob_rows: int) -> None:
+        self.config = config
+        self.device = runner.kv_pool.device
+        model, attention, kv_pool = runner.model, runner.attention, runner.kv_pool
+        linear = runner.linear_attention
         shapes = []
         if config.speculative is not None and attention.accepts_seq_len_upper_bounds:
             shapes = possible_shapes(config)
@@ -62,16 +67,37 @@ class AllSteps:
         """List the kinds in the order in which they are tried: prefill steps take mixed ones too."""
         return self.decode, *self.verify, *self.prefill[::-1]
 
-    def other_batches(self, config: EngineConfig) -> Iterator[ForwardBatch]:
-        """Examples of the steps that no graph contains as a whole."""
-        num_tokens = max((size for steps in self.prefill for size in steps.tokens.sizes), default=0)
-        yield from prefill_batches(config, self.decode.model.config, num_tokens, self.device)
-        yield from decode_batches(config, self.decode.max_bs, self.device)
-        for steps in self.verify:
-            yield from verify_batches(config, steps.max_bs, steps.buffers, self.device)
+    def prepare(
+        self, runner: ModelRunner, graphs: CudaGraphs | None, sampler: Sampler, num_token_ids: int
+    ) -> float:
+        """Compile kernels on a GPU, then capture, if there are `graphs`. Returns the seconds of compiling."""
+        config, start = self.config, time.perf_counter()
+        # Elsewhere the ranks exchange tokens of a batch, which an example does not have.
+        is_plain = config.pp == config.ep == 1 and not config.dp_attention
+        if self.device.type == "cuda" and not config.skip_warmup and is_plain:
+            with compile_ahead():
+                self.rehearse(runner, sampler, num_token_ids)
+        seconds = time.perf_counter() - start
+        if graphs is not None:
+            self.capture(runner, graphs, sampler, num_token_ids)
+        return seconds
 
-    def rehearse(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
-        """Launch what graphs contain, or would contain, in `compile_ahead`."""
+    @torch.inference_mode()
+    def rehearse(self, runner: ModelRunner, sampler: Sampler, num_token_ids: int) -> None:
+        """Launch an example of each kernel variant of steps, in `compile_ahead`."""
+        config, logits = self.config, None
+        with attention_of_rehearsal(runner, *self.kinds):
+            self._rehearse_graphs(runner.capture_hidden, sampler, num_token_ids)
+            for batch in self._other_batches(runner.model.config):
+                logits = runner.forward(batch).next_token_logits
+        assert logits is not None
+        num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
+        for info in sampling_infos(config.max_running_requests * num_nodes, num_token_ids, self.device):
+            rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
+            sampler.sample(rows, info, torch.zeros_like(info.seeds))
+
+    def _rehearse_graphs(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
+        """Launch what graphs contain, or would contain."""
         graphs = Rehearsal()
         capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
         capture_prefill_steps(self.prefill, graphs, layers)
@@ -80,32 +106,42 @@ class AllSteps:
         for extend_steps in self.prefill:
             extend_steps.captured.clear()
 
-    def capture(self, graphs: CudaGraphs, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
+    def _other_batches(self, model: ModelConfig) -> Iterator[ForwardBatch]:
+        """Examples of the steps that no graph contains as a whole."""
+        num_tokens = max((size for steps in self.prefill for size in steps.tokens.sizes), default=0)
+        yield from prefill_batches(self.config, model, num_tokens, self.device)
+        yield from decode_batches(self.config, self.decode.max_bs, self.device)
+        for steps in self.verify:
+            yield from verify_batches(self.config, steps.max_bs, steps.buffers, self.device)
+
+    def capture(self, runner: ModelRunner, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:
         """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""
-        if self.attention.supports_cuda_graph:
+        layers, attention = runner.capture_hidden, runner.attention
+        if attention.supports_cuda_graph:
             capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
         else:
-            warn_of_launches("decoding", f"{type(self.attention).__name__} does not run in CUDA graphs")
+            warn_of_launches("decoding", f"{type(attention).__name__} does not run in CUDA graphs")
         capture_prefill_steps(self.prefill, graphs, layers)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True)
 class ReplayCounts:
     """The numbers of replays of a model runner, for tests and measurements."""
 
-    kinds: tuple[Steps, ...]
+    kinds: tuple[Steps, ...] = ()
 
     @property
-    def num_graph_replays(self) -> int:
+    def steps(self) -> int:
         """Count the replayed graphs of decode and verify steps."""
         return sum(steps.num_replays for steps in self.kinds if isinstance(steps, BatchSteps))
 
     @property
-    def num_extend_replays(self) -> int:
+    def prompts(self) -> int:
         """Count the replayed graphs of prefill and mixed steps."""
         return sum(steps.num_replays for steps in self.kinds if isinstance(steps, ExtendSteps))
 
     @property
-    def num_sampler_replays(self) -> int:
+    def samplers(self) -> int:
         return sum(steps.num_sampler_replays for steps in self.kinds if isinstance(steps, BatchSteps))

@@ -16,7 +16,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.start import on_every_rank
-from diptych.shared.loading.live_weights import TensorSpec, specs_of
+from diptych.shared.loading.live_weights import LiveWeights, TensorSpec, specs_of
 from diptych.shared.parallel.cuda_memory import Handle, open_shared
 from diptych.shared.parallel.tensor_frames import bytes_of, tensor_of
 from diptych.shared.parallel.weight_group import WeightReceiver, invite
@@ -44,11 +44,11 @@ class WeightUpdates:
         self._store: Any = None  # of a trainer: its files live as long
 
     # --8<-- [start:update-weights]
-    def _update(self, function: Callable[..., None], *arguments: Any) -> int:
+    def _update(self, update: str, *arguments: Any) -> int:
         """Run an update on every rank. Returns the version of the weights."""
         self._check_engine()
         before = self.weights.version
-        on_every_rank(self.assembly, function, *arguments)  # refused: nothing has changed
+        on_every_rank(self.assembly, on_weights, update, *arguments)  # refused: nothing has changed
         outputs = self.assembly.scheduler.forget_kv()  # of the old weights
         self.deliver(outputs, before)
         return self.weights.version
@@ -62,71 +62,75 @@ class WeightUpdates:
 
     def from_folder(self, path: str) -> int:
         """A checkpoint of the same model."""
-        return self._update(update_from_folder, path)
+        return self._update("folder", path)
 
     def from_tensors(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Whole tensors, on any device of this process, by name."""
         specs = specs_of(tensors)
         self.weights.check(specs)
         if self.assembly.config.num_ranks == 1:
-            return self._update(_update_directly, tensors)
+            return self._update("tensors", tensors)
         return self.from_bytes(specs, [bytes_of(tensor) for tensor in tensors.values()])
 
     def from_bytes(self, specs: Sequence[TensorSpec], data: Sequence[bytes]) -> int:
         """Tensors as their bytes."""
         self.weights.check(specs)
-        return self._update(update_from_bytes, list(specs), list(data))
+        return self._update("bytes", list(specs), list(data))
 
     def from_handles(self, specs: Sequence[TensorSpec], handles: Sequence[Mapping[str, Any]]) -> int:
         """CUDA memory of another process, as `cuda_memory.share` gives it."""
         self.weights.check(specs)
-        return self._update(update_from_handles, list(specs), list(handles))
+        return self._update("handles", list(specs), list(handles))
 
     def invite(self) -> dict[str, Any]:
         """Let a trainer of this computer and user send weights, with a `WeightSender`. Returns what it needs.
         An earlier invitation ends."""
         self._check_engine()
         self._store, invitation = invite(self.assembly.config.num_ranks)
-        on_every_rank(self.assembly, join, invitation["store"], invitation["world_size"])
+        on_every_rank(self.assembly, on_weights, "join", invitation["store"], invitation["world_size"])
         return invitation
 
     def from_group(self, specs: Sequence[TensorSpec]) -> int:
         """What the trainer sends, which gets a refusal too."""
         if self.weights.group is None:
             raise ValueError("no trainer is invited: call init_weights_update_group first")
-        return self._update(update_from_group, list(specs))
+        return self._update("group", list(specs))
 
 
 # ---- on every rank: arguments are what msgpack has ----
 
 
-def update_from_folder(assembly: Assembly, path: str) -> None:
-    assembly.weights.update_from_folder(path)
+def on_weights(assembly: Assembly, update: str, *arguments: Any) -> None:
+    """Run one of `UPDATES` on this rank's weights."""
+    UPDATES[update](assembly.weights, *arguments)
 
 
-def _update_directly(assembly: Assembly, tensors: Mapping[str, torch.Tensor]) -> None:
-    assembly.weights.update(zip(specs_of(tensors), tensors.values()))
+def _from_folder(weights: LiveWeights, path: str) -> None:
+    weights.update_from_folder(path)
 
 
-def update_from_bytes(assembly: Assembly, specs: Sequence[Any], data: Sequence[bytes]) -> None:
+def _from_tensors(weights: LiveWeights, tensors: Mapping[str, torch.Tensor]) -> None:
+    weights.update(zip(specs_of(tensors), tensors.values()))
+
+
+def _from_bytes(weights: LiveWeights, specs: Sequence[Any], data: Sequence[bytes]) -> None:
     announced = as_specs(specs)
     tensors = (tensor_of(spec.dtype, spec.shape, each) for spec, each in zip(announced, data, strict=True))
-    assembly.weights.update(zip(announced, tensors))
+    weights.update(zip(announced, tensors))
 
 
-def update_from_handles(assembly: Assembly, specs: Sequence[Any], handles: Sequence[Any]) -> None:
+def _from_handles(weights: LiveWeights, specs: Sequence[Any], handles: Sequence[Any]) -> None:
     announced = as_specs(specs)
     tensors = (open_shared(msgspec.convert(each, Handle)) for each in handles)
-    assembly.weights.update(zip(announced, tensors, strict=True))
+    weights.update(zip(announced, tensors, strict=True))
 
 
-def join(assembly: Assembly, path: str, size: int) -> None:
-    weights = assembly.weights
+def _join(weights: LiveWeights, path: str, size: int) -> None:
     weights.group = WeightReceiver(path, weights.ranks.rank, size, weights.device)
 
 
-def update_from_group(assembly: Assembly, specs: Sequence[Any]) -> None:
-    weights, announced = assembly.weights, as_specs(specs)
+def _from_group(weights: LiveWeights, specs: Sequence[Any]) -> None:
+    announced = as_specs(specs)
     assert weights.group is not None
     try:
         weights.check(announced)
@@ -135,6 +139,16 @@ def update_from_group(assembly: Assembly, specs: Sequence[Any]) -> None:
         weights.group.end(str(error))
         raise
     weights.group.end()
+
+
+UPDATES: dict[str, Callable[..., None]] = {
+    "folder": _from_folder,
+    "tensors": _from_tensors,
+    "bytes": _from_bytes,
+    "handles": _from_handles,
+    "join": _join,
+    "group": _from_group,
+}
 
 
 def as_specs(specs: Sequence[Any]) -> list[TensorSpec]:

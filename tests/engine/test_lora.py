@@ -149,8 +149,8 @@ def test_the_optimized_panel_in_the_interpreter(
     for name, collector in live.items():
         assert collector.output_ids == expected[name][0][:3], name
     if runner != "optimized":
-        assert llm.assembly.parts.model_runner.num_graph_replays > 0
-        assert llm.assembly.parts.model_runner.num_extend_replays > 0
+        assert llm.assembly.parts.model_runner.replays.steps > 0
+        assert llm.assembly.parts.model_runner.replays.prompts > 0
 
 
 @pytest.mark.gpu

@@ -38,8 +38,8 @@ def test_the_optimized_components_did_the_work(model: str, backend: str) -> None
     record.expect_ran("attention.plan", target)
     record.expect_ran("attention.run", target)
     # One prefill step; every other step replays two graphs: the model and the sampler.
-    assert runner.num_graph_replays == PARAMS.max_new_tokens - 1
-    assert runner.num_sampler_replays == PARAMS.max_new_tokens - 1
+    assert runner.replays.steps == PARAMS.max_new_tokens - 1
+    assert runner.replays.samplers == PARAMS.max_new_tokens - 1
 
 
 @pytest.mark.parametrize("model", MODELS)

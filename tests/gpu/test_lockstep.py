@@ -66,4 +66,4 @@ def test_replayed_steps_are_close_too(backend: str) -> None:
     tests/model_runner/test_graphs.py compares replayed steps with launched ones, bit by bit."""
     a, b = reference("tiny-dense", dtype="bfloat16"), optimized("tiny-dense", backend, dtype="bfloat16")
     run(a, b, graphs=True, teacher_forced=True)
-    assert b.assembly.parts.model_runner.num_graph_replays >= GREEDY.max_new_tokens - 1
+    assert b.assembly.parts.model_runner.replays.steps >= GREEDY.max_new_tokens - 1

@@ -58,7 +58,7 @@ def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None
         buffer.normal_()
     for bs in (8, 3, 1, 5):
         with pieces_of(llm.assembly.parts, draft_shape(llm.config), bs, 200) as pieces:
-            num_before = drafter.graphs[0].num_replays, parts.model_runner.num_graph_replays
+            num_before = drafter.graphs[0].num_replays, parts.model_runner.replays.steps
             before = [values.clone() for values in drafter.last_rows]
             drafted: Any = pieces["draft"]()
             tree = {name: values.clone() for name, values in vars(drafted).items()}
@@ -71,7 +71,7 @@ def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None
                 sampled.next_token_ids,
             ]
             assert drafter.graphs[0].num_replays == num_before[0] + 2
-            assert parts.model_runner.num_graph_replays == num_before[1] + 1
+            assert parts.model_runner.replays.steps == num_before[1] + 1
 
             size = next(size for size in drafter.graphs[0].batch_sizes if size >= bs)
             for values, old in zip(drafter.last_rows, before):

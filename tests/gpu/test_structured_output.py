@@ -42,5 +42,5 @@ def test_answers_are_the_references(
 
 def num_replays(llm: LLM) -> int:
     runner: Any = llm.assembly.parts.model_runner
-    replays: int = runner.num_graph_replays
+    replays: int = runner.replays.steps
     return replays

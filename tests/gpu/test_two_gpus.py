@@ -86,7 +86,7 @@ def test_two_ranks_answer_as_one(way: str) -> None:
     llm = LLM(model, tp=2, **(FLAGS | more))
     assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
     if "disable_cuda_graph" not in more:
-        assert llm.assembly.parts.model_runner.num_graph_replays > 0
+        assert llm.assembly.parts.model_runner.replays.steps > 0
     if "speculative" in more:
         assert llm.assembly.parts.drafter.drafter.graphs[0].num_replays > 0
 
@@ -142,9 +142,9 @@ def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
     sampling = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True, "progress": False}
     runner: Any = llm.assembly.parts.model_runner
     scheduler: Any = llm.scheduler
-    while runner.num_graph_replays < NUM_REPLAYS:
+    while runner.replays.steps < NUM_REPLAYS:
         llm.generate(PROMPTS * 8, **sampling)
-    assert runner.num_sampler_replays > 0.9 * NUM_REPLAYS
+    assert runner.replays.samplers > 0.9 * NUM_REPLAYS
     assert int(scheduler.tp.num_different) == 0
 
 

@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.graphs import cuda_graph
 from diptych.optimized.graphs.cuda_graph import Cut, Replay
 from diptych.optimized.model_runner import ModelRunner
-from diptych.shared.interfaces import Collectives
+from diptych.shared.interfaces import CausalLM, Collectives
 
 POOL_SIZE = 1 << 16
 
@@ -114,6 +114,7 @@ class FakePieces:
 class FakeGraphsRunner(ModelRunner):
     """The runner as it is on a GPU."""
 
-    def _graphs(self) -> FakeGraphs:  # type: ignore[override]
-        graphs: FakeGraphs = FakeGraphs.made_by(cuda_graph.graphs_of_runner, self.model)
+    @staticmethod
+    def make_graphs(model: CausalLM, device: torch.device) -> FakeGraphs:  # type: ignore[override]
+        graphs: FakeGraphs = FakeGraphs.made_by(cuda_graph.graphs_of_runner, model)
         return graphs

@@ -177,10 +177,10 @@ def test_mixed_steps_are_replayed_whole() -> None:
     runner.attention.plan = noted
 
     def is_whole(lens: dict[int, int]) -> bool:
-        before = runner.num_extend_replays, len(planned)
+        before = runner.replays.prompts, len(planned)
         ids = {i: [n % 331] * n for i, n in lens.items()}
         session.run(session.forward_batch(ids, forward_mode=ForwardMode.MIXED))
-        assert runner.num_extend_replays == before[0] + 1
+        assert runner.replays.prompts == before[0] + 1
         return len(planned) == before[1]
 
     assert is_whole({3: 40, 4: 2, 0: 1, 1: 1})
@@ -231,7 +231,7 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
     with pytest.warns(RuntimeWarning, match="prefill launches kernel by kernel: the model makes"):
         session = PreparedSession(FakeGraphsRunner, model_for(), CASES[0])
     session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
-    assert session.runner.num_extend_replays == 0
+    assert session.runner.replays.prompts == 0
 
 
 def test_attention_without_graphs_does_for_prompts() -> None:
@@ -243,7 +243,7 @@ def test_attention_without_graphs_does_for_prompts() -> None:
     with pytest.warns(RuntimeWarning, match="ReplannedAttention does not run in CUDA graphs"):
         session = PreparedSession(NoGraphs, model_for(), CASES[0])
     session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
-    assert session.runner.num_extend_replays == 1
+    assert session.runner.replays.prompts == 1
 
 
 # ---- on a GPU
@@ -286,7 +286,7 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
         assert torch.equal(a.next_token_logits, b.next_token_logits), case
         assert torch.equal(ids.next_token_ids, expected.next_token_ids), case
     assert steps.num_replays == 1 + len(counts)
-    assert launched.assembly.parts.model_runner.num_extend_replays == 0
+    assert launched.assembly.parts.model_runner.replays.prompts == 0
     pools = [llm.assembly.kv_pool for llm in (replayed, launched)]
     for layer_id in range(pools[0].num_layers):
         for a, b in ((p.k_buffer(layer_id) for p in pools), (p.v_buffer(layer_id) for p in pools)):
@@ -309,7 +309,7 @@ def test_answers_are_the_same(flags: dict[str, Any]) -> None:
     for off in (False, True):
         llm = gpu_engine("tiny-dense", None, disable_cuda_graph=off, check_invariants=True, **flags)
         answers.append(llm.generate(prompts, params, progress=False))
-        assert (llm.assembly.parts.model_runner.num_extend_replays > 0) != off
+        assert (llm.assembly.parts.model_runner.replays.prompts > 0) != off
     for a, b in zip(*answers, strict=True):
         assert (a.output_ids, a.output_logprobs, a.input_logprobs) == (
             b.output_ids,

@@ -67,8 +67,8 @@ class Pair:
             pass
         runner = self.replayed.assembly.parts.model_runner
         num_replayable = sum(bs <= runner.steps.decode.max_bs for bs in self.decoded)
-        assert runner.num_graph_replays == num_replayable > 0
-        assert self.launched.assembly.parts.model_runner.num_graph_replays == 0
+        assert runner.replays.steps == num_replayable > 0
+        assert self.launched.assembly.parts.model_runner.replays.steps == 0
 
 
 def prompt(dice: random.Random, length: int) -> list[int]:
@@ -85,7 +85,7 @@ def test_every_batch_size(model: str, backend: str) -> None:
         pair.submit(prompt(dice, 1 + 7 * i), f"r{i}", max_new_tokens=2 + i, **params)
     pair.run()
     assert set(pair.decoded) == set(range(1, 26))
-    assert pair.replayed.assembly.parts.model_runner.num_sampler_replays > 0
+    assert pair.replayed.assembly.parts.model_runner.replays.samplers > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,7 +130,7 @@ def test_a_backend_without_graphs_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm.generate([1, 2, 3], SamplingParams(max_new_tokens=4, temperature=0.0), progress=False)
-    assert llm.assembly.parts.model_runner.num_graph_replays == 0
+    assert llm.assembly.parts.model_runner.replays.steps == 0
 
 
 def test_logits_that_are_still_held_are_not_overwritten() -> None:
@@ -167,8 +167,8 @@ def test_ops_are_seen_although_there_are_graphs() -> None:
     assert {worst.ratio for worst in outcome.worst.values()} == {0.0}
     assert "attention" in outcome.worst
     assert outcome.num_one_sided == (0, 0)
-    assert engines[0].assembly.parts.model_runner.num_graph_replays == 0
+    assert engines[0].assembly.parts.model_runner.replays.steps == 0
     # With graphs on, logits and ids of the steps that were replayed are compared.
     outcome = Lockstep(*engines, graphs=True).run(prompts, params)
     assert outcome.divergence is None
-    assert engines[0].assembly.parts.model_runner.num_graph_replays > 0
+    assert engines[0].assembly.parts.model_runner.replays.steps > 0

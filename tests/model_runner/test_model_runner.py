@@ -148,21 +148,21 @@ def test_what_is_replayed_and_what_is_not() -> None:
     session.prefill(FEW)
     runner = session.runner
     assert runner.steps.decode.batch_sizes == (1, 2, 4)
-    assert runner.num_graph_replays == runner.num_sampler_replays == 0
+    assert runner.replays.steps == runner.replays.samplers == 0
     expected = []
     for number, (bs, kind) in enumerate([(1, "greedy"), (3, "filters"), (4, "penalties"), (5, "greedy")]):
         info = make_sampling_batch_info(
             clauses.requests(kind, bs, clauses.random.Random(number)), clauses.NUM_TOKEN_IDS, "cpu"
         )
         session.run_and_sample(session.forward_batch({i: [number] for i in range(bs)}), info)
-        expected.append((runner.num_graph_replays, runner.num_sampler_replays))
+        expected.append((runner.replays.steps, runner.replays.samplers))
     assert expected == [(1, 1), (2, 2), (3, 2), (3, 2)]
     # A sampler that the graphs were not made with is asked itself.
     info = make_sampling_batch_info(clauses.requests("greedy", 1, clauses.random.Random(9)), 300, "cpu")
     other = registry.load("sampler", "reference")()
     runner.forward_and_sample(session.forward_batch({0: [1]}), other, info, 300)
     runner.forward_and_sample(session.forward_batch({0: [1]}), session.sampler, info, 299)
-    assert (runner.num_graph_replays, runner.num_sampler_replays) == (5, 2)
+    assert (runner.replays.steps, runner.replays.samplers) == (5, 2)
 
 
 def test_logits_that_are_still_held_are_not_overwritten() -> None:
@@ -193,7 +193,7 @@ def test_a_backend_without_graphs_is_said_once_and_works() -> None:
         for new_ids in FEW.steps():
             a, b = (s.run(s.forward_batch(new_ids)).next_token_logits for s in (session, plain))
             assert torch.allclose(a, b, atol=1e-4)
-    assert session.runner.num_graph_replays == 0
+    assert session.runner.replays.steps == 0
 
 
 def test_trees_of_the_configured_size_are_replayed() -> None:
@@ -204,7 +204,7 @@ def test_trees_of_the_configured_size_are_replayed() -> None:
         for (batch,) in case.batches(session):
             session.run(batch)
         # Not those of 5 requests. Of the other size: the one that decodes.
-        assert session.runner.num_graph_replays == num_replays, case.name
+        assert session.runner.replays.steps == num_replays, case.name
 
 
 def test_trees_are_captured_as_far_as_their_nodes_are_few() -> None:
@@ -221,12 +221,12 @@ def test_hidden_states_come_out_of_graphs_too() -> None:
     for number, new_ids in enumerate(FEW.steps()):
         found, expected = (s.run(s.forward_batch(new_ids)).hidden_states for s in (session, plain))
         assert torch.equal(found, expected), number
-    assert session.runner.num_graph_replays == 4  # of 5 requests there is no graph
+    assert session.runner.replays.steps == 4  # of 5 requests there is no graph
     # Other layers are requested than those captured.
     session.runner.capture_hidden = plain.runner.capture_hidden = ()
     found, expected = (s.run(s.forward_batch({0: [1]})).hidden_states for s in (session, plain))
     assert torch.equal(found, expected)
-    assert session.runner.num_graph_replays == 4
+    assert session.runner.replays.steps == 4
 
 
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
         session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     session.prefill(FEW)
     session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
-    assert session.runner.num_graph_replays == 0
+    assert session.runner.replays.steps == 0
 
 
 def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_without_graphs_nothing_is_captured_or_warned_about() -> None:
         session = PreparedSession(FakeGraphsRunner, model_for(), FEW, graphs=False)
     session.prefill(FEW)
     session.run(session.forward_batch({i: [1] for i in range(3)}))
-    assert session.runner.num_graph_replays == 0
+    assert session.runner.replays.steps == 0
     assert list(session.runner.steps.decode.by_size) == [4]
 
 

@@ -49,7 +49,8 @@ def main() -> None:
     with Zeros():
         llm = LLM(device="cpu", panel="optimized", dtype="bfloat16", max_total_tokens=65536, **flags)
         parts = llm.assembly.parts
-        parts.model_runner.rehearse(llm.config, parts.sampler, parts.num_token_ids)
+        runner = parts.model_runner
+        runner.steps.rehearse(runner, parts.sampler, parts.num_token_ids)
         if llm.config.speculative is not None:
             llm.scheduler.decoding.rehearse(llm.config)
         known, dice = set(variants.known), random.Random(0)

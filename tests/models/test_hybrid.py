@@ -162,7 +162,7 @@ def test_optimized_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> N
     outputs = llm.generate(prompts, params, progress=False)
     assert [output.output_ids for output in outputs] == expected
     runner: Any = llm.assembly.parts.model_runner
-    assert (runner.num_graph_replays > 0) == ("model_runner" in flags.get("use", {}))
+    assert (runner.replays.steps > 0) == ("model_runner" in flags.get("use", {}))
 
 
 def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_graphs_and_overlap(
     for which in ([0, 2, 1], [0]):
         check_answers(llm, which, name)
     runner: Any = llm.assembly.parts.model_runner
-    assert (runner.num_graph_replays > 0) == ("model_runner" in flags.get("use", {}))
+    assert (runner.replays.steps > 0) == ("model_runner" in flags.get("use", {}))
     stats = llm.scheduler.stats()
     assert (stats.num_overlapped > 0) != flags.get("disable_overlap_schedule", False)
 

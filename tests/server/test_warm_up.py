@@ -33,7 +33,7 @@ def test_warm_up_runs_every_kind_of_sampling_and_leaves_nothing(
         return sample(logits, info, positions)
 
     monkeypatch.setattr(sampler, "sample", watched)
-    warm_up(llm.assembly)
+    warm_up(llm.scheduler, 600, llm.assembly.parts.num_token_ids)
     kinds = {(i.is_all_greedy, i.needs_filter, i.return_logprob, i.output_counts is not None) for i in infos}
     assert len(kinds) == len(PARAMS)
     assert not llm.scheduler.has_work()
@@ -46,7 +46,7 @@ def test_a_failure_ends_the_start(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(llm.assembly.parts.sampler, "sample", broken)
     with pytest.raises(RuntimeError, match="a warm-up request failed: ValueError: no such kernel"):
-        warm_up(llm.assembly)
+        warm_up(llm.scheduler, 600, llm.assembly.parts.num_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_only_a_gpu_needs_it(
     llm: LLM, device: str, skip: bool, is_warm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("diptych.shared.server.engine.engine_loop.warm_up", calls.append)
+    monkeypatch.setattr("diptych.shared.server.engine.engine_loop.warm_up", lambda *args: calls.append(args))
     config = llm.config.updated(device=device, skip_warmup=skip)
     loop = EngineLoop(replace(llm.assembly, config=config), channel=_NoMessages())
     loop.on_stop()

@@ -140,7 +140,7 @@ def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyP
     assert [of_shape.shape for of_shape in graphs] == [(5, 2, 8), (4, 2, 7), (2, 2, 4), (1, 2, 3)]
     assert min(of_shape.num_replays for of_shape in graphs) > 1
     assert [steps.buffers.num_nodes for steps in runner.steps.verify if steps.by_size] == [8, 7, 4, 3]
-    assert runner.num_graph_replays >= sum(of_shape.num_replays for of_shape in graphs)
+    assert runner.replays.steps >= sum(of_shape.num_replays for of_shape in graphs)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,9 @@ def test_all_graphs_of_an_engine_share_a_pool(drafter: Any, monkeypatch: pytest.
         pools.append((self.made, len(self.made.calls)))
 
     class Runner(FakeGraphsRunner):
-        def _graphs(self) -> FakeGraphs:
-            pools.append((super()._graphs(), 0))
+        @staticmethod
+        def make_graphs(*args: Any) -> FakeGraphs:
+            pools.append((FakeGraphsRunner.make_graphs(*args), 0))
             return pools[-1][0]
 
     monkeypatch.setattr(drafter, "allocate", allocate_with_ranks)

@@ -15,6 +15,7 @@ from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters, adapters_of, cache_namespace
+from diptych.shared.engine.weight_updates import WeightUpdates
 from diptych.shared.grammar.queue import GrammarQueue
 from diptych.shared.server.engine.load_log import LoadLog
 from diptych.shared.server.engine.messages import (
@@ -76,7 +77,7 @@ class EngineLoop:
         self.grammar_queue = GrammarQueue(assembly.grammars)
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
-        self.weight_actions = WeightActions(assembly, self._deliver)
+        self.weight_actions = WeightActions(WeightUpdates(assembly, self._deliver))
         self.profiler = Profiler(assembly.parts.timeline, assembly.parts.allocator.device)
         self.load_log = LoadLog(assembly.config.decode_log_interval, assembly.parts.allocator.size)
 
@@ -84,10 +85,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An error of the engine is reported as `Dead`, and raised."""
         try:
-            if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
-                warm_up(self.assembly)
-                self.assembly.compilations.ready()
-            self.scheduler = split_scheduler(self.assembly)
+            self._prepare()
             self.channel.send(self._ready())
             with gc_freeze_of_process():
                 while not self._is_stopping:
@@ -105,6 +103,19 @@ class EngineLoop:
             self.scheduler.close()
 
     # --8<-- [end:engine-loop]
+
+    def _prepare(self) -> None:
+        """Let kernels of a GPU compile before the first client comes; make the scheduler of a split server."""
+        engine, config, parts = self.assembly, self.assembly.config, self.assembly.parts
+        if str(config.device).startswith("cuda") and not config.skip_warmup:
+            if not engine.model_config.num_labels:  # a reward model generates nothing
+                assert config.context_len is not None
+                max_tokens = min(config.context_len, parts.allocator.size)
+                warm_up(self.scheduler, max_tokens, parts.num_token_ids)
+            engine.compilations.ready()
+        self.scheduler = split_scheduler(
+            config, self.scheduler, parts, engine.grammars, engine.model_config.vocab_size
+        )
 
     def _look_at_steps(self) -> None:
         self.load_log.look(self.scheduler)

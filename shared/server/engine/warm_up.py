@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.interfaces import Scheduler
 from diptych.shared.types import FinishError, Req, SamplingParams
 
 PROMPT_LENS = (1, 40, 500)
@@ -20,19 +20,15 @@ PARAMS: tuple[dict[str, object], ...] = (
 """One batch with each: kernels of sampling differ."""
 
 
-def warm_up(assembly: Assembly) -> None:
-    """Leaves an empty prefix cache. Raises `RuntimeError` if one of the requests ends in an error: so would
-    those of clients."""
-    context_len, scheduler = assembly.config.context_len, assembly.scheduler
-    assert context_len is not None
-    if assembly.model_config.num_labels:
-        return  # a reward model: it generates nothing
-    limit = min(context_len, assembly.parts.allocator.size) - MAX_NEW_TOKENS
+def warm_up(scheduler: Scheduler, max_tokens: int, num_token_ids: int) -> None:
+    """Leaves an empty prefix cache. `max_tokens`: for which a request has room. Raises `RuntimeError` if one
+    of the requests ends in an error: so would those of clients."""
+    limit = max_tokens - MAX_NEW_TOKENS
     dice = random.Random(0)
     for number, fields in enumerate(PARAMS):
         params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True, **fields)  # type: ignore[arg-type]
         for length in {max(min(length, limit), 1) for length in PROMPT_LENS}:
-            ids = [dice.randrange(assembly.parts.num_token_ids) for _ in range(length)]
+            ids = [dice.randrange(num_token_ids) for _ in range(length)]
             scheduler.add_request(Req(f"warm-up-{number}-{length}", ids, params, seed=number))
         while scheduler.has_work():
             for output in scheduler.step():

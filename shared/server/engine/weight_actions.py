@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diptych.shared.engine.build.assembly import Assembly
-from diptych.shared.engine.weight_updates import Deliver, WeightUpdates, as_specs
+from diptych.shared.engine.weight_updates import WeightUpdates, as_specs
 from diptych.shared.parallel.tensor_frames import bytes_of
 
 
 class WeightActions:
     """Each returns what the answer has. A refusal is a `ValueError`, and changes nothing."""
 
-    def __init__(self, assembly: Assembly, deliver: Deliver) -> None:
-        self.updates = WeightUpdates(assembly, deliver)
+    def __init__(self, updates: WeightUpdates) -> None:
+        self.updates = updates
 
     def on_update_weights_from_disk(self, path: str) -> dict[str, Any]:
         """From a checkpoint of the same model."""

@@ -261,7 +261,8 @@ def num_experts_hit(
 
 def num_graph_replays(runner: ModelRunner) -> int:
     """The replays that a model runner has counted; 0 for a runner without a counter."""
-    return sum(int(getattr(runner, name, 0)) for name in ("num_graph_replays", "num_extend_replays"))
+    counts = getattr(runner, "replays", None)
+    return 0 if counts is None else int(counts.steps + counts.prompts)
 
 
 def free_memory(device: torch.device) -> None:

@@ -128,9 +128,9 @@ class ReusesTheIds(FakeGraphsRunner):
     """Sampled ids lie where the next step writes its own."""
 
     def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
-        before = self.num_sampler_replays
+        before = self.replays.samplers
         logits, sampled = super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
-        if self.num_sampler_replays == before:
+        if self.replays.samplers == before:
             return logits, sampled
         self.__dict__.setdefault("ids", torch.zeros_like(self.steps.decode.buffers.ones))
         borrowed = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
@@ -200,8 +200,8 @@ class RoundsReplayedTrees(FakeGraphsRunner):
     """Logits of trees are rounded to bfloat16 where their step is replayed."""
 
     def forward(self, forward_batch):
-        before = self.num_graph_replays
+        before = self.replays.steps
         output = super().forward(forward_batch)
-        if forward_batch.forward_mode is not ForwardMode.TARGET_VERIFY or self.num_graph_replays == before:
+        if forward_batch.forward_mode is not ForwardMode.TARGET_VERIFY or self.replays.steps == before:
             return output
         return output._replace(next_token_logits=output.next_token_logits.bfloat16().float())
