@@ -105,7 +105,7 @@ class EngineLoop:
     # --8<-- [end:engine-loop]
 
     def _prepare(self) -> None:
-        """Let kernels of a GPU compile before the first client comes; make the scheduler of a split server."""
+        """Compile kernels before the first client comes; make the scheduler of a split server."""
         engine, config, parts = self.assembly, self.assembly.config, self.assembly.parts
         if str(config.device).startswith("cuda") and not config.skip_warmup:
             if not engine.model_config.num_labels:  # a reward model generates nothing
