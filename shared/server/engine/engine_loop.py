@@ -17,7 +17,7 @@ from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_b
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from diptych.shared.engine.weight_updates import WeightUpdates
 from diptych.shared.grammar.queue import GrammarQueue
-from diptych.shared.server.engine.load_log import LoadLog
+from diptych.shared.server.engine.load_log import LoadLog, load_of
 from diptych.shared.server.engine.messages import (
     VERSION,
     Abort,
@@ -366,27 +366,11 @@ class EngineLoop:
             self.channel.send(Heartbeat(counter=self._counter, load=self._load()))
 
     def _load(self) -> Load:
-        stats = self.scheduler.stats()
-        return Load(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+        return load_of(
+            self.scheduler,
             num_waiting_for_grammar=len(self.grammar_queue),
-            num_steps=stats.num_steps,
-            num_used_tokens=stats.num_used_tokens,
-            num_evictable_tokens=stats.num_evictable_tokens,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_generated_tokens=stats.num_generated_tokens,
-            num_retractions=stats.num_retractions,
-            num_verifications=stats.speculation.num_verifications,
-            num_accepted_tokens=stats.speculation.num_accepted_tokens,
-            num_drafted_tokens=stats.speculation.num_drafted_tokens,
-            num_overlapped=stats.num_overlapped,
             num_compiled_kernels=self.assembly.compilations.num_after_ready,
             is_paused=self.is_paused,
-            num_replicas=self.scheduler.num_replicas,
-            problem=self.scheduler.problem,
-            not_ready=self.scheduler.not_ready,
             weight_version=self.assembly.weights.version,
         )
 

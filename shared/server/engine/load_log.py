@@ -1,11 +1,13 @@
-"""A line about the engine's load every so many batches, on stderr."""
+"""The load of an engine: the snapshot that heartbeats carry, and a line every so many batches, on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from diptych.shared.interfaces import Scheduler, SchedulerStats
+from diptych.shared.server.engine.messages import Load
 
 
 class LoadLog:
@@ -47,3 +49,27 @@ class LoadLog:
             num_accepted = speculation.num_accepted_tokens - last.speculation.num_accepted_tokens
             parts.append(f"{num_accepted / num_verified + 1:.2f} tokens a verification")
         return "; ".join(parts)
+
+
+def load_of(scheduler: Scheduler, **of_loop: Any) -> Load:
+    """A snapshot of a scheduler. `of_loop`: the fields that the engine's loop knows."""
+    stats = scheduler.stats()
+    return Load(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_steps=stats.num_steps,
+        num_used_tokens=stats.num_used_tokens,
+        num_evictable_tokens=stats.num_evictable_tokens,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_generated_tokens=stats.num_generated_tokens,
+        num_retractions=stats.num_retractions,
+        num_verifications=stats.speculation.num_verifications,
+        num_accepted_tokens=stats.speculation.num_accepted_tokens,
+        num_drafted_tokens=stats.speculation.num_drafted_tokens,
+        num_overlapped=stats.num_overlapped,
+        num_replicas=scheduler.num_replicas,
+        problem=scheduler.problem,
+        not_ready=scheduler.not_ready,
+        **of_loop,
+    )

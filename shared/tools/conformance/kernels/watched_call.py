@@ -133,11 +133,13 @@ def num_modes() -> int:
 
 
 def invoke(watch: Watch, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[str]]:
-    """What the function returns, its tensors copied at once, and what is wrong. On a GPU the results are
-    copied when the current stream has finished, and compared with a copy after all streams have."""
+    """What the function returns, its tensors copied at once, and what is wrong. On a GPU the results, and the
+    arguments that may hold them, are copied when the current stream has finished, and compared with a copy
+    after all streams have."""
     returned, wrong = watch.run(lambda: run_poisoned(lambda: function(*args, **kwargs)))
     found: list[torch.Tensor] = []
     copies = copied(returned, wrong, found)
+    found += [each for each in flat((args, list(kwargs.values()))) if isinstance(each, torch.Tensor)]
     if any(each.is_cuda for each in found):
         torch.cuda.current_stream().synchronize()
         first = [each.clone() for each in found]
@@ -146,6 +148,15 @@ def invoke(watch: Watch, function: Callable[..., Any], args: Any, kwargs: Any) -
             wrong.append("returns while another stream still writes its result")
         copies = copied(returned, [], [])
     return copies, wrong
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """What is in tuples and lists."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from flat(each)
+    else:
+        yield value
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
