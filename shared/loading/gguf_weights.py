@@ -1,64 +1,25 @@
-"""Weights of a GGUF file under canonical names, dequantized to float32 as the package `gguf` does.
-
-In a Llama file the rows of q and k are permuted, because llama.cpp rotates neighbours of a head there. The
-engine rotates halves."""
+"""Weights of a GGUF file under canonical names, dequantized to float32 as the package `gguf` does."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.loading.gguf_names import IN_CONFIG, family_of, weight_parts
+from diptych.shared.loading.gguf_reader import open_gguf
 from diptych.shared.loading.shards import Shards
-from diptych.shared.loading.weight_names import check_shapes
+from diptych.shared.loading.weight_names import WeightPart, check_shapes
 
 LINK = "weights.gguf"
 """The file, in a folder of `gguf_folder`."""
 
 FLOATS = ("F32", "F16", "BF16")
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-EXPERTS = {f"ffn_{kind}_exps": f"{kind}_proj" for kind in ("gate", "up", "down")}
-"""Tensors [experts, out, in]."""
-UNUSED = ("rope_freqs.weight",)
-"""In config.json already."""
-
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-
-
-def open_gguf(file: Path) -> Any:
-    """The package's reader, which maps the file into memory."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ImportError("a GGUF file needs the package gguf: pip install 'diptych[gguf]'") from None
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # of any kind: what a broken file raises depends on how it is broken
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{file} is no GGUF file, or is damaged: {reason:.200}") from None
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 def gguf_weights(
@@ -69,33 +30,21 @@ def gguf_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, one tensor at a time, or a rank's parts of them. Names, types and shapes are checked at
     the call: `ValueError`."""
-    reader = open_gguf(path)
-    tensors = [tensor for tensor in reader.tensors if tensor.name not in UNUSED]
-    names = [canonical_names(tensor, path) for tensor in tensors]
-    shapes = {
-        name: shape_of(tensor)[-2:] if len(own) > 1 else shape_of(tensor)
-        for tensor, own in zip(tensors, names)
-        for name in own
-    }
-    check_shapes(shapes, config, str(path))
+    path = path.resolve()  # the other parts of a split file are beside it
+    tensors = [tensor for tensor in open_gguf(path).tensors.values() if tensor.name not in IN_CONFIG]
+    _check_types(tensors, path)
+    parts = [weight_parts(tensor.name, shape_of(tensor), config, str(path)) for tensor in tensors]
+    check_shapes({part.name: part.shape for own in parts for part in own}, config, str(path))
     _tell_dequantized({tensor.tensor_type.name for tensor in tensors})
-    return _stream(list(zip(tensors, names)), path, config, on_progress, shards)
+    return _stream(list(zip(tensors, parts)), path, config, on_progress, shards)
 
 
-def canonical_names(tensor: Any, path: Path) -> list[str]:
-    """One name, or those of all experts. Raises `ValueError` for a tensor or a type that is not supported."""
-    kind = tensor.tensor_type.name
-    if kind not in FLOATS + QUANTIZED:
-        known = ", ".join(FLOATS + QUANTIZED)
-        raise ValueError(f"{path}: {tensor.name} is of type {kind}; supported are {known}")
-    match = _NAME.fullmatch(tensor.name)
-    layer = "" if match is None or match[1] is None else f"model.layers.{match[1]}."
-    if match is not None and match[2] in NAMES:
-        return [f"{layer}{NAMES[match[2]]}.{match[3]}"]
-    if match is not None and match[2] in EXPERTS:
-        kind = f"{EXPERTS[match[2]]}.{match[3]}"
-        return [f"{layer}mlp.experts.{index}.{kind}" for index in range(shape_of(tensor)[0])]
-    raise ValueError(f"{path}: no weight of the supported architectures is named {tensor.name}")
+def _check_types(tensors: Iterable[Any], path: Path) -> None:
+    for tensor in tensors:
+        kind = tensor.tensor_type.name
+        if kind not in FLOATS + QUANTIZED:
+            known = ", ".join(FLOATS + QUANTIZED)
+            raise ValueError(f"{path}: {tensor.name} is of type {kind}; supported are {known}")
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
@@ -104,27 +53,31 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def _stream(
-    entries: list[tuple[Any, list[str]]],
+    entries: list[tuple[Any, list[WeightPart]]],
     path: Path,
     config: ModelConfig,
     on_progress: Callable[[int, int], None] | None,
     shards: Shards | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    family = family_of(config)
     num_bytes, num_bytes_read = sum(int(tensor.n_bytes) for tensor, _ in entries), 0
-    for tensor, names in entries:
+    for tensor, parts in entries:
         num_bytes_read += int(tensor.n_bytes)
-        if shards is None or any(shards.local_names(name) for name in names):
+        if shards is None or any(shards.local_names(part.name) for part in parts):
             values = dequantized(tensor)
             if not torch.isfinite(values).all():
                 raise ValueError(f"{path}: {tensor.name} has values that are NaN or infinite; it is damaged")
-            if config.architecture == "LlamaForCausalLM":
-                values = unpermuted(values, names[0], config)
-            for name, value in zip(names, values if len(names) > 1 else [values]):
+            if tensor.name.endswith("norm.weight"):
+                values -= family.norm_offset
+            for part in parts:
+                value = part.of(values)
+                if family.is_permuted:
+                    value = unpermuted(value, part.name, config)
                 if shards is None:
-                    yield name, value
+                    yield part.name, value
                 else:
-                    for local_name in shards.local_names(name):
-                        yield local_name, shards.cut(name, value)
+                    for local_name in shards.local_names(part.name):
+                        yield local_name, shards.cut(part.name, value)
         if on_progress is not None:
             on_progress(num_bytes_read, num_bytes)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf_files import same_logits, write_file
 from safetensors.torch import load_file
 
 from diptych import LLM
@@ -171,21 +172,6 @@ def as_type(kind: str) -> Any:
     return add
 
 
-def same_logits(model: Any, file: Path) -> None:
-    """Log-probabilities of every position, and greedy tokens."""
-    llm = LLM(str(file), panel="reference", dtype="float32")
-    prompt = [7, 3, 90, 41, 41, 2, 66, 15, 30, 8, 77, 51]
-    out = llm.generate(
-        prompt, temperature=0, max_tokens=6, return_logprob=True, logprob_start_len=0, ignore_eos=True
-    )
-    with torch.inference_mode():
-        logprobs = model(torch.tensor([[*prompt, *out.output_ids]])).logits[0].log_softmax(-1)
-    assert out.output_ids == logprobs[len(prompt) - 1 : -1].argmax(-1).tolist()
-    ours = torch.tensor([each.logprob for each in [*out.input_logprobs[1:], *out.output_logprobs]])
-    ids = torch.tensor([*prompt, *out.output_ids])
-    torch.testing.assert_close(ours, logprobs[:-1].gather(1, ids[1:, None])[:, 0], rtol=0, atol=1e-4)
-
-
 FAST = ("Q4_1",)
 
 
@@ -226,26 +212,29 @@ def test_logits_are_those_of_transformers(kind: str, rope: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general__architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama"),
-        ({"llama__expert_count": 8}, "sliding windows or experts"),
-        ({"llama__rope__scaling__type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
-        ({"split__count": 2}, "a file of several parts"),
+        ({"arch": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen2"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not supported"),
+        ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window is 8, which is not"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope', which is not"),
+        (
+            {"llama.logit_scale": 8, "llama.pooling_type": 1},
+            "llama.logit_scale, llama.pooling_type is not sup",
+        ),
+        ({"split.count": 2}, "is one of 2 parts; their names must end in"),
     ],
 )
 def test_what_is_not_supported(changes: dict[str, Any], message: str, tmp_path: Path, cache: Path) -> None:
-    from gguf import GGUFWriter
-
-    name = changes.pop("general__architecture", "llama")
-    writer = GGUFWriter(tmp_path / "x.gguf", name)
-    for key in ("embedding_length", "attention.head_count"):
-        writer.add_uint32(f"llama.{key}", 64)
-    for key, value in changes.items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key.replace("__", "."), value)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    arch = changes.pop("arch", "llama")
+    keys = (
+        "embedding_length",
+        "attention.head_count",
+        "block_count",
+        "context_length",
+        "feed_forward_length",
+    )
+    values = {f"llama.{key}": 64 for key in keys} | {"llama.attention.layer_norm_rms_epsilon": 1e-5}
+    tensors = {"token_embd.weight": np.zeros((4, 64), np.float32)}
+    write_file(tmp_path / "x.gguf", arch, values | changes, tensors)
     with pytest.raises(ValueError, match=message):
         resolve_model_path(str(tmp_path / "x.gguf"))
     assert not cache.exists()
@@ -262,9 +251,7 @@ def test_types_and_tensors_that_are_not_supported(tmp_path: Path) -> None:
         return values
 
     _, file, _ = llama(tmp_path, unknown)
-    with pytest.raises(
-        ValueError, match=r"no weight of the supported architectures is named blk\.0\.ffn_oth"
-    ):
+    with pytest.raises(ValueError, match=r"no weight of LlamaForCausalLM is named blk\.0\.ffn_other\.weight"):
         iterate_weights(resolve_model_path(str(file)))
 
 
@@ -301,6 +288,8 @@ def values_of(pre: str, **more: Any) -> dict[str, Any]:
         ("llama-bpe", ["it", "'s", " ", "123", "4", "!\n"]),
         ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "!", "Ċ"]),
         ("gpt-2", ["it", "'s", " 1234", "!", "\n"]),
+        ("dbrx", ["it", "'s", " ", "123", "4", "!\n"]),
+        ("gpt-4o", ["it's", " ", "123", "4", "!\n"]),
         ("deepseek-v3", ["it", "'s", " ", "123", "4", "!\n"]),
     ],
 )
@@ -312,7 +301,7 @@ def test_splits(pre: str, pieces: list[str]) -> None:
         piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces
     ]
     assert fast.decode(fast.encode("it's 1234!\n Grüße").ids) == "it's 1234!\n Grüße"
-    assert SPLITS.keys() == {"qwen2", "llama-bpe", "smollm", "gpt-2", "deepseek-v3"}
+    assert SPLITS.keys() == {"qwen2", "llama-bpe", "dbrx", "gpt-4o", "smollm", "gpt-2", "deepseek-v3"}
 
 
 def test_a_first_token(tmp_path: Path) -> None:
@@ -325,7 +314,20 @@ def test_a_first_token(tmp_path: Path) -> None:
     assert tokenizer.encode("1<end>", add_special_tokens=False)[-1] == 257
 
 
-@pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre": "falcon"}])
+def test_special_tokens_keep_their_ids(tmp_path: Path) -> None:
+    """SmolLM2's are the first of the vocabulary, and so not behind the others."""
+    values = values_of("gpt-2", bos_token_id=0, eos_token_id=1)
+    for name, first in (("tokens", ["<start>", "<stop>"]), ("token_type", [3, 3])):
+        values[f"tokenizer.ggml.{name}"] = [*first, *values[f"tokenizer.ggml.{name}"]]
+    for name, text in tokenizer_files(values, Path("x")).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("<start>12<stop>") == [0, 258, 1]
+    assert (tokenizer.special_ids, tokenizer.eos_token_ids) == ({0, 1, 259}, {1})
+    assert tokenizer.decode([0, 258, 1, 259]) == "<start>12<stop><end>"
+
+
+@pytest.mark.parametrize("changes", [{"model": "llama"}, {"model": "bert"}, {"pre": "falcon"}])
 def test_other_tokenizers_are_left_out_with_a_line(changes: dict[str, Any], capsys: Any) -> None:
     assert tokenizer_files(values_of(**{"pre": "gpt-2", **changes}), Path("x.gguf")) == {}
-    assert "supported is gpt2 with qwen2, llama-bpe" in capsys.readouterr().err
+    assert "supported are llama with scores, and gpt2 with qwen2, llama-bpe" in capsys.readouterr().err
