@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from docs.generators.measured import load
 
@@ -30,8 +31,16 @@ def record(name: str, command: str, file: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, *arguments, str(file)], cwd=ROOT, env=environment, check=True)
     report = {"command": command, **json.loads(file.read_text(encoding="utf-8"))}
-    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    file.write_text(text_of(report), encoding="utf-8")
     print(f"{name}: recorded", flush=True)
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """JSON with a line for each key and each result."""
+    values = {key: json.dumps(value) for key, value in report.items()}
+    if isinstance(results := report.get("results"), list):
+        values["results"] = "[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]"
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "\n}\n"
 
 
 def main(folder: Path, names: list[str]) -> None:
