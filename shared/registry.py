@@ -7,6 +7,7 @@ second for decode.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -248,6 +249,18 @@ def check_device(selection: Mapping[str, str], device: str) -> None:
 
 def runs_triton(device: str) -> bool:
     return device.startswith("cuda") or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def optimized_without_gpu() -> dict[str, str]:
+    """component -> "optimized", for the components of this panel that compute without Triton's kernels and
+    can be imported here: several of their modules import Triton, which only Linux has."""
+    chosen: dict[str, str] = {}
+    for component, available in IMPLEMENTATIONS.items():
+        if "optimized" in available and "optimized" not in NEEDS_TRITON.get(component, ()):
+            with contextlib.suppress(ValueError):  # a package is missing
+                load(component, "optimized")
+                chosen[component] = "optimized"
+    return chosen
 
 
 def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:

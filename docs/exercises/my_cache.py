@@ -108,10 +108,13 @@ class MyRadixCache(PrefixCache):
         raise NotImplementedError("TODO lock: the opposite")
 
     def discard(self, key: RadixKey, start: int) -> None:
+        """Remove the nodes on the path of `key` that begin at entry `start` or later and have no lock, with
+        all nodes below them."""
         raise NotImplementedError("TODO discard: what must leave the tree, and what is below it?")
 
     def cache_unfinished_req(self, req: Req) -> None:
-        """The first len(req.fill_ids) tokens of the request have KV."""
+        """The first len(req.fill_ids) tokens of the request have KV: the same number of `req.key_ids`, of
+        `req.extra_key`, is their key."""
         raise NotImplementedError("TODO requests: who owns each slot, before and after?")
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:

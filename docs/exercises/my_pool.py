@@ -41,10 +41,11 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         raise NotImplementedError("TODO rows: a row is free or used, never both")
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
+        """Slots of the positions from `start` on."""
         raise NotImplementedError("TODO rows: what a row holds from `start` on")
 
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
-        """A copy, int64."""
+        """Slots of the positions from `start` up to `end`: a copy, int64."""
         raise NotImplementedError("TODO rows: what a row holds between two positions")
 
     def write_ragged(
@@ -95,7 +96,8 @@ class TokenToKVPool(interface.TokenToKVPool):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """A pool of a dtype in FP8_TYPES holds `to_fp8(k, v, self.kv_scales[layer_id], self.dtype)`."""
+        """Row i of k and v [num_tokens, num_kv_heads, head_dim] goes to slot out_cache_loc[i], in the pool's
+        dtype. A pool of a dtype in FP8_TYPES holds `to_fp8(k, v, self.kv_scales[layer_id], self.dtype)`."""
         raise NotImplementedError("TODO store: the KV of new tokens, which have any slots")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
@@ -104,6 +106,7 @@ class TokenToKVPool(interface.TokenToKVPool):
 
     @property
     def num_bytes_per_token(self) -> int:
+        """Bytes of a slot: K and V of all layers."""
         raise NotImplementedError("TODO store: what one token costs")
 
 
@@ -133,8 +136,10 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
     def alloc_extend(
         self, prefix_lens: Sequence[int], seq_lens: Sequence[int], last_locs: Sequence[int]
     ) -> torch.Tensor | None:
-        """Slots for requests that grow from prefix_lens[i] to seq_lens[i] tokens; last_locs[i] is the slot of
-        token prefix_lens[i] - 1."""
+        """Slots of the new tokens of requests that grow from prefix_lens[i] to seq_lens[i] tokens, one
+        request after another; None, without taking any page, if too few are free. last_locs[i] is the slot of
+        token prefix_lens[i] - 1, and has no meaning if there is none; a slot that has another offset in its
+        page than this token is an AssertionError."""
         raise NotImplementedError("TODO extend: which slots exist already, and how many pages are new?")
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:

@@ -22,7 +22,8 @@ NEG_INF = float("-inf")
 
 class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
-        """logits [bs, vocab_size], not modified; positions [bs] -> next_token_ids int64 [bs], -1: a bad row.
+        """logits [bs, vocab_size], not modified; positions [bs] -> `SampleOutput(next_token_ids, logprobs)`:
+        int64 [bs], where -1 is a bad row (NaN, or no token above -inf); None without `info.return_logprob`.
 
         In order: float32, look for NaN, `adjust`, `apply_processors(logits, info)` if there are any, scale,
         argmax of greedy rows, `draw` for the others, -1 for bad rows, log-probabilities
@@ -63,5 +64,6 @@ def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 
 def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """ordered [bs, vocab_size]: rows of `scaled`, the likeliest token first -> bool: the tokens that stay."""
+    """ordered [bs, vocab_size]: scaled logits, the likeliest token first -> bool: the tokens that stay. In
+    rows of `info.is_sequential` (None: no such row) top_p is a share of what top_k keeps."""
     raise NotImplementedError("TODO filters: which tokens stay?")

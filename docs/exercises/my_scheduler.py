@@ -4,10 +4,9 @@ diptych course grade 03     # in the folder of `diptych course start`
 diptych check --stage 03 my_scheduler.py
 
 The contract is in shared/interfaces/scheduler.py. What you do not write is inherited from
-reference/scheduler.py: the constructor and the admission of waiting requests. `self.requests`
-(shared/scheduling/lifecycle.py) has the requests: the lists `waiting_queue` and `running`, the one
-`chunked_req`, and `append_tokens`, `retract`, `finish_with_error`, `abandon` and `take_outputs`.
-`self.parts` (`SchedulerParts`, in the contract) has the other components, such as `tree_cache`.
+reference/scheduler.py: the constructor and the admission of waiting requests. The page has a table of what
+you call: `self.requests` is the `Lifecycle` of shared/scheduling/lifecycle.py, and `self.parts`
+(`SchedulerParts`, in the contract) has the other components, such as `tree_cache`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 class MyScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
-        """One batch, from its choice to its results. `with self._errors_end(batch):` is around what may fail
-        while a batch runs; with None around the choice of one. `requests.finish_overdue`, `num_steps`, `live`
-        and `take_outputs` belong to a step too. A scheduler without live requests is as at its start, and so
-        is `new_token_ratio`: `current` and `initial`."""
+        """One batch, from its choice to its results. Returns `requests.take_outputs()`.
+
+        `with self._errors_end(None):` is around the choice of a batch, `with self._errors_end(batch):` around
+        its run and its results. Before the choice `requests.finish_overdue()` ends requests over their time
+        limit. `requests.num_steps` counts the batches. When `requests.live` is empty, set
+        `new_token_ratio.current` to `new_token_ratio.initial`, as at the start."""
         raise NotImplementedError("TODO one request: the loop body of continuous batching")
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
@@ -40,14 +41,17 @@ class MyScheduler(Scheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
         """result.token_ids and .logprobs have a list for each request of the batch, for
-        `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill; one of them
-        may be `requests.chunked_req`, whose prompt goes on. `parts.tree_cache.cache_unfinished_req` shares
-        the pages of a request that goes on. A request whose logits were NaN has ended with a token id below 0
-        and `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py): `_discard` its KV."""
+        `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill: one of them
+        may be `requests.chunked_req`, whose prompt goes on, and the others join `requests.running`, if they
+        have not ended. `parts.tree_cache.cache_unfinished_req` shares the pages of those that go on.
+
+        A request that ends with a token id below 0 had no token to choose. Then
+        `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py) is True if NaN was the
+        reason: `_discard` its KV."""
         raise NotImplementedError("TODO one request: each request gets its tokens; what becomes of it then?")
 
     def _discard(self, req: Req) -> None:
         """The logits of a request that has ended were NaN. Its KV may be NaN from req.kv_matched_len on.
-        `parts.tree_cache.discard` takes a `RadixKey` (shared/interfaces/prefix_cache.py): the tokens of
-        prompt and output, `req.extra_key`, and the cache's own `is_bigram`."""
+        `parts.tree_cache.discard(key, start)`; the key is a `RadixKey` (shared/interfaces/prefix_cache.py) of
+        the first len(req.fill_ids) of `req.key_ids`, `req.extra_key`, and the cache's own `is_bigram`."""
         raise NotImplementedError("TODO failures: no other request may find this KV")

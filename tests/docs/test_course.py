@@ -88,7 +88,6 @@ def test_page_names_its_parts(stage: Stage) -> None:
     assert f"`notebooks/{stem_of(stage)}.ipynb`" in page
     assert re.search(rf"diptych course start engine && cd engine +# .*: {stage.skeleton}\n", page)
     assert f"\ndiptych course grade {stage.number}  " in page
-    assert stage.skeleton_path in page
     assert '<div class="twins" markdown>' in page
 
 

@@ -1,6 +1,7 @@
 """`diptych course engine` and `leaderboard`: parts of a folder, a report with page and badge, the ranking."""
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,12 @@ def test_written_parts_are_used(folder: CourseFolder) -> None:
     write_use(folder)
     assert registry.parse_use(f"@{folder.path / 'engine.use'}") == use
     assert flags_of_engines(use)["yours"] == {"panel": "reference", "use": use}
+
+
+def test_parts_whose_packages_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diptych.optimized.memory_pool", None)  # as where there is no Triton
+    assert "memory_pool" not in registry.optimized_without_gpu()
+    assert "radix_cache" in registry.optimized_without_gpu()
 
 
 def test_a_later_stage_replaces_an_earlier_one_of_its_component(folder: CourseFolder) -> None:

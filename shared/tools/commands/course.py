@@ -116,5 +116,4 @@ def grade(
     if learner.is_green(chosen):
         screen.show_success(out, learner, chosen)
     else:
-        left = [name for name, state in learner.states(chosen).items() if state.value != "green"]
-        out.print(f"still open: {', '.join(left)}")
+        screen.show_left(out, learner, chosen)

@@ -243,11 +243,7 @@ def runnable_components(device: str | None) -> str:
 
     if (device or default_device()).startswith("cuda"):
         return "optimized"
-    return ",".join(
-        f"{component}=optimized"
-        for component, available in registry.IMPLEMENTATIONS.items()
-        if "optimized" in available and "optimized" not in registry.NEEDS_TRITON.get(component, ())
-    )
+    return ",".join(f"{component}={choice}" for component, choice in registry.optimized_without_gpu().items())
 
 
 def parse_flags(text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def tokens_per_s(
     use: dict[str, str], on_progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
     """Output tokens per second of "yours", "reference" and "optimized", the best of three rounds. Without a
-    GPU, "optimized" is the parts of that panel that need no Triton. An engine that fails has 0."""
+    GPU, "optimized" is `registry.optimized_without_gpu`. An engine that fails has 0."""
     engines: dict[str, LLM | None] = {}
     for name, flags in flags_of_engines(use).items():
         on_progress(f"starting {name}")
@@ -47,12 +47,7 @@ def flags_of_engines(use: dict[str, str]) -> dict[str, dict[str, Any]]:
     if registry.runs_triton(default_device()) and default_device() != "cpu":
         optimized: dict[str, Any] = {"panel": "optimized"}
     else:
-        parts = {
-            component: "optimized"
-            for component, available in registry.IMPLEMENTATIONS.items()
-            if "optimized" in available and "optimized" not in registry.NEEDS_TRITON.get(component, ())
-        }
-        optimized = {"panel": "reference", "use": parts}
+        optimized = {"panel": "reference", "use": registry.optimized_without_gpu()}
     return {
         "yours": {"panel": "reference", "use": use},
         "reference": {"panel": "reference"},

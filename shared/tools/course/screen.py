@@ -100,7 +100,7 @@ def _show_next(out: Console, folder: CourseFolder, stage: Stage) -> None:
             f", task {place} of {len(states)} of stage {stage.number}, {stage.title}",
         )
     )
-    rows = [("read", f"docs/course/{stage.page}")]
+    rows = [("read", f"docs/course/{stage.page} (code and figures: make serve-docs)")]
     left = _open_functions(folder, stage, task)
     rows += [("write", f"{stage.skeleton}:{line}  {name}") for name, line in left] or [
         ("file", stage.skeleton)
@@ -227,6 +227,14 @@ def hint_of(grade: GroupGrade) -> str:
     if grade.failure.clause.name not in grade.group.clauses:
         return "the class must be there, and must have every method of its interface."
     return hint_for(grade.group, grade.failure)
+
+
+def show_left(out: Console, folder: CourseFolder, stage: Stage) -> None:
+    """Print the tasks that are not written, and those that held before the last change of the file."""
+    states = folder.states(stage)
+    for state, what in ((State.OPEN, "still open"), (State.HELD, "to grade again, as the file has changed")):
+        if names := [name for name, each in states.items() if each is state]:
+            out.print(f"{what}: {', '.join(names)}")
 
 
 def show_success(out: Console, folder: CourseFolder, stage: Stage) -> None:
