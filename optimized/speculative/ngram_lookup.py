@@ -2,10 +2,9 @@
 tokens.
 
 Differs from reference (ngram.py, which has no twin here): no trie on the CPU, so a round can be launched
-before the previous result is known. Each request's tokens are in a row on the device; the longest suffix that
-occurred earlier in the same request is found by comparing all positions in parallel. Assumes that an answer
-repeats its prompt or itself. Loses matches in other requests, and frequencies. It drafts only chains: the
-other nodes of a tree are padding.
+before the previous result is known. Each request's tokens are in a row on the device, where all positions are
+compared in parallel; a table (ngram_table.py) has what followed in other requests. Loses frequencies, and in
+other requests runs of lengths other than 2, 4 and 8. Drafts only chains: other nodes of a tree are padding.
 """
 
 from __future__ import annotations
@@ -15,18 +14,20 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from diptych.shared.config import EngineConfig
+from diptych.optimized.speculative.ngram_table import LONGEST, NgramTable, namespace_id
+from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
 from diptych.shared.interfaces import drafter as interface
-from diptych.shared.to_device import vectors_to_device
+from diptych.shared.to_device import to_device, vectors_to_device
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
 MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
 
 
 class NgramLookupDrafter(interface.Drafter):
-    """Drafts from the request's own tokens. Row r of `tokens` has the tokens of the request in row r of
-    req_to_token, by position."""
+    """Drafts from the request's own tokens, or from those of other requests in its namespace where more of
+    the newest tokens match. Row r of `tokens` has the tokens of the request in row r of req_to_token, by
+    position."""
 
     runs_ahead = True
 
@@ -35,10 +36,15 @@ class NgramLookupDrafter(interface.Drafter):
         self.draft_tree = parts.component("draft_tree")()
         self.num_token_ids = parts.num_token_ids
         self.num_known: dict[str, int] = {}  # tokens of a request in its row, as far as the CPU knows
+        self.table: NgramTable | None = None  # None: requests do not share
+        if not config.speculative_ngram_private:
+            self.table = NgramTable(draft_shape(config).num_steps, self.device)
+            self.around = torch.arange(1 - LONGEST, 1 + self.table.continuation_len, device=self.device)
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         rows, length = req_to_token_pool.req_to_token.shape
         self.tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
+        self.namespaces = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
     def extend(
@@ -52,12 +58,31 @@ class NgramLookupDrafter(interface.Drafter):
         if fb.num_kept is None:
             if fb.forward_mode.is_prefill:
                 self._fill_prefixes(reqs, fb)
+                ids = to_device([namespace_id(req.extra_key) for req in reqs], torch.int64, self.device)
+                self.namespaces[fb.req_pool_indices] = ids
             self.num_known |= {req.rid: seq_len for req, seq_len in zip(reqs, fb.seq_lens_cpu)}
         rows = fb.req_pool_indices.repeat_interleave(fb.extend_seq_lens, output_size=fb.num_tokens)
         self.tokens[rows, fb.positions] = fb.input_ids  # of padding: overwritten before it is read
         num_kept = fb.extend_seq_lens if fb.num_kept is None else fb.num_kept
         ends = fb.seq_lens - fb.extend_seq_lens + num_kept
         self.tokens[fb.req_pool_indices, self._clamped(ends)] = next_token_ids
+        if self.table is not None:
+            self._share(self.table, fb, ends)
+
+    def _share(self, table: NgramTable, batch: ForwardBatch, ends: torch.Tensor) -> None:
+        """Enter the runs of the batch's tokens, and again the runs before them, behind which tokens were
+        missing. ends [bs]: positions of the newest tokens."""
+        num_each = [num_new + table.continuation_len - 1 for num_new in batch.extend_seq_lens_cpu]
+        lens = batch.extend_seq_lens + (table.continuation_len - 1)
+        numbers = torch.arange(len(num_each), device=self.device)
+        which = numbers.repeat_interleave(lens, output_size=sum(num_each))
+        shifts = ends - lens.cumsum(dim=0)  # so that a request's last position is the one before its newest
+        positions = torch.arange(len(which), device=self.device) + shifts[which]
+        windows = positions[:, None] + self.around
+        is_known = (windows >= 0) & (windows <= self._clamped(ends)[which, None])
+        rows = batch.req_pool_indices[which]
+        tokens = self.tokens[rows[:, None], self._clamped(windows).clamp(min=0)]
+        table.learn(self.namespaces[rows], tokens.masked_fill(~is_known, -1))
 
     def _fill_prefixes(self, reqs: Sequence[Req], batch: ForwardBatch) -> None:
         """Copy the tokens of cached prefixes, which the target did not compute."""
@@ -87,6 +112,12 @@ class NgramLookupDrafter(interface.Drafter):
         # an ongoing repetition.
         periods = (seq_lens - ends).clamp(min=1)[:, None]
         drafts = tokens.gather(1, ends[:, None] + 1 + steps % periods)
+        if self.table is not None:
+            newest = self._newest(tokens, seq_lens)
+            others, shared_lens = self.table.look_up(self.namespaces[rows], newest)
+            is_longer = shared_lens > match_lens  # at equal lengths the request's own
+            drafts = torch.where(is_longer[:, None], others[:, :num_drafts], drafts)
+            match_lens = torch.maximum(match_lens, shared_lens)
         is_token = (drafts >= 0) & (drafts < self.num_token_ids) & (match_lens > 0)[:, None]
         is_token = is_token.long().cumprod(dim=1)  # a prompt may have ids that cannot be drafted
         # --8<-- [end:ngram-lookup]
@@ -113,6 +144,11 @@ class NgramLookupDrafter(interface.Drafter):
             match_lens += matches
         ends = (match_lens * width + positions).masked_fill(match_lens == 0, 0).argmax(dim=1)
         return ends, match_lens.gather(1, ends[:, None])[:, 0]
+
+    def _newest(self, tokens: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The last tokens of each request, [bs, LONGEST]; -1 before its first one."""
+        positions = seq_lens[:, None] + self.around[:LONGEST]
+        return tokens.gather(1, positions.clamp(min=0)).masked_fill(positions < 0, -1)
 
     def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions clamped to the context; tokens beyond it are not kept."""

@@ -1,10 +1,10 @@
-"""N-gram drafting, without a model: the tokens that followed the same tokens earlier, in any recent
-request."""
+"""N-gram drafting, without a model: the tokens that followed the same tokens earlier, in any recent request
+of the same namespace."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,7 +16,7 @@ from diptych.shared.interfaces import drafter as interface
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
 MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
-MAX_NODES = 1_000_000  # of the trie: some hundred megabytes
+MAX_NODES = 1_000_000  # of all tries: some hundred megabytes
 
 Edge = tuple[float, int, int, "TrieNode", int]
 """A candidate node: minus its probability, a tie-break, a token id, its run, the parent node."""
@@ -33,18 +33,10 @@ class TrieNode:
 class NgramTrie:
     """A trie of all seen runs of at most `max_len` tokens, with their counts."""
 
-    def __init__(self, max_len: int, max_nodes: int = MAX_NODES) -> None:
+    def __init__(self, max_len: int) -> None:
         self.max_len = max_len
-        self.max_nodes = max_nodes
-        self.clear()
-
-    def clear(self) -> None:
         self.root = TrieNode()
         self.num_nodes = 1
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_nodes > self.max_nodes
 
     # --8<-- [start:ngram-append]
     def append(self, token_id: int, open_runs: list[TrieNode]) -> list[TrieNode]:
@@ -78,14 +70,18 @@ class _Sequence:
 
 
 class NgramDrafter(interface.Drafter):
-    """Drafts from a trie of all tokens of recent requests, prompts included. When it is full, it is rebuilt
-    from the live requests. (A request that is retracted and readmitted counts twice.)"""
+    """Drafts from tries of all tokens of recent requests, prompts included: a trie for each namespace
+    (`req.extra_key`), or for each request if they do not share. When the tries have `max_nodes` nodes, they
+    are rebuilt from the live requests. (A request that is retracted and readmitted counts twice.)"""
 
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
         self.device = parts.device
         self.draft_tree = parts.component("draft_tree")()
         self.num_token_ids = parts.num_token_ids
-        self.trie = NgramTrie(MAX_MATCH_LEN + draft_shape(config).num_steps)
+        self.is_private = config.speculative_ngram_private
+        self.max_len = MAX_MATCH_LEN + draft_shape(config).num_steps
+        self.max_nodes = MAX_NODES
+        self.tries: dict[Hashable, NgramTrie] = {}
         self.sequences: dict[str, _Sequence] = {}
 
     def extend(
@@ -98,15 +94,15 @@ class NgramDrafter(interface.Drafter):
         pass  # tokens are read when they are needed
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        if self.trie.is_full:
-            self.trie.clear()
+        if self.num_nodes > self.max_nodes:
+            self.tries.clear()
             self.sequences.clear()
         for req in batch.reqs:
             self._read(req)
         num_padded = shape.num_draft_tokens
         token_ids, parents, num_nodes = [], [], []
         for req in batch.reqs:
-            ids, above = continue_tokens(self.trie, req.all_ids[-MAX_MATCH_LEN:], shape)
+            ids, above = continue_tokens(self._trie_of(req), req.all_ids[-MAX_MATCH_LEN:], shape)
             padding = [0] * (num_padded - len(ids))
             token_ids.append(ids + padding)
             parents.append(above + padding)
@@ -119,12 +115,24 @@ class NgramDrafter(interface.Drafter):
         if req.rid in self.sequences:
             self._read(req)  # its last tokens
             del self.sequences[req.rid]
+        if self.is_private:
+            self.tries.pop(req.rid, None)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(trie.num_nodes for trie in self.tries.values())
+
+    def _trie_of(self, req: Req) -> NgramTrie:
+        key = req.rid if self.is_private else req.extra_key
+        if key not in self.tries:
+            self.tries[key] = NgramTrie(self.max_len)
+        return self.tries[key]
 
     def _read(self, req: Req) -> None:
-        sequence = self.sequences.setdefault(req.rid, _Sequence())
+        sequence, trie = self.sequences.setdefault(req.rid, _Sequence()), self._trie_of(req)
         for token_id in req.all_ids[sequence.num_tokens :]:
             if token_id < self.num_token_ids:
-                sequence.open_runs = self.trie.append(token_id, sequence.open_runs)
+                sequence.open_runs = trie.append(token_id, sequence.open_runs)
             else:
                 sequence.open_runs = []  # a prompt may have ids that cannot be drafted
         sequence.num_tokens = req.num_tokens

@@ -280,6 +280,12 @@ class EngineFlags:
     """Captures graphs of every depth that it may choose, so the engine starts later. Answers stay the
     same."""
 
+    speculative_ngram_private: bool = flag(
+        SPECULATION, False, "n-gram drafts from the request's own tokens only."
+    )
+    """By default drafts also come from other requests with the same adapter and cache salt. One is accepted
+    only if the model itself gives that token, but how many are accepted shows in the time of an answer."""
+
     lora_paths: Mapping[str, str] = flag(
         LORA, {}, "An adapter to load at start. Repeat it, or separate by commas.", metavar="NAME=FOLDER"
     )

@@ -35,7 +35,8 @@ class Drafter(ABC):
     Life of a request: `extend` each time the target has computed KV that stays; `draft` before a step that
     verifies; `forget` when the request ends or loses its memory. A request that comes back after `forget`
     is extended again from what the prefix cache still holds. Requests know nothing of one another: what is
-    drafted for one does not depend on its batch-mates' rows, though a drafter may learn from all of them.
+    drafted for one does not depend on its batch-mates' rows. A drafter may learn from all requests with the
+    same `extra_key`, ended ones too, unless `speculative_ngram_private`.
 
     A drafter with KV keeps it in a pool of its own under the target's slot ids, found through the same
     req_to_token: what the allocator and the prefix cache do to a slot happens to both.

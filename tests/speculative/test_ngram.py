@@ -78,9 +78,9 @@ def test_a_full_trie_is_made_anew_from_the_live_requests() -> None:
     drafter._read(ended)
     drafter.forget(ended)
     assert drafter.draft(batch, DraftShape(1, 1, 2)).token_ids.tolist() == [[2, 9]]
-    num_nodes, drafter.trie.max_nodes = drafter.trie.num_nodes, drafter.trie.num_nodes - 1
+    num_nodes, drafter.max_nodes = drafter.num_nodes, drafter.num_nodes - 1
     assert drafter.draft(batch, DraftShape(1, 1, 2)).token_ids.tolist() == [[2, 3]]
-    assert drafter.trie.num_nodes < num_nodes
+    assert drafter.num_nodes < num_nodes
 
 
 def test_padding_ids_of_a_prompt_are_never_drafted() -> None:

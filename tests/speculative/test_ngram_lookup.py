@@ -9,19 +9,24 @@ import pytest
 import torch
 
 from diptych.optimized.speculative.ngram_lookup import NgramLookupDrafter
+from diptych.optimized.speculative.ngram_table import LONGEST, NgramTable, namespace_id
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig
 from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
 from diptych.shared.types import DraftBatch, DraftShape, ForwardBatch, ForwardMode, Req, SamplingParams
 
 CHAIN = DraftShape(4, 1, 5)
 
 
-def drafter_for(num_token_ids: int = 100) -> NgramLookupDrafter:
+def drafter_for(num_token_ids: int = 100, is_private: bool = False) -> NgramLookupDrafter:
     ops = registry.load("draft_tree", "reference")
     parts: Any = SimpleNamespace(
         device=torch.device("cpu"), num_token_ids=num_token_ids, component=lambda name: ops
     )
-    drafter = NgramLookupDrafter(SimpleNamespace(), parts)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model="tiny-dense", speculative="ngram", device="cpu", speculative_ngram_private=is_private
+    )
+    drafter = NgramLookupDrafter(config, parts)
     drafter.allocate(SimpleNamespace(req_to_token=torch.zeros(4, 40)), 0)  # type: ignore[arg-type]
     return drafter
 
@@ -94,6 +99,71 @@ def test_a_row_has_its_next_owners_tokens() -> None:
     drafter.forget(first)
     extend(drafter, second, 2)
     assert drafter.tokens[1, :3].tolist() == [5, 6, 5]
+
+
+def drafts_of(drafter: NgramLookupDrafter, req: Req, row: int = 1) -> list[int]:
+    root, length = torch.tensor(req.all_ids[-1:]), torch.tensor([req.num_tokens - 1])
+    batch = DraftBatch([req], root, torch.tensor([row]), length, (req.num_tokens,), torch.empty(1, 0))
+    tree = drafter.draft(batch, CHAIN)
+    return tree.token_ids[0, 1 : int(tree.num_nodes[0])].tolist()
+
+
+def drafts_after_another(
+    tokens: list[int], *others: list[int], keys: tuple[str | None, str | None] = (None, None), **of: bool
+) -> list[int]:
+    """Drafts for a request after others have ended."""
+    drafter = drafter_for(**of)
+    for i, ids in enumerate(others):
+        other = Req(f"other {i}", ids, SamplingParams(), 0, extra_key=keys[0])
+        extend(drafter, other, 0)
+        drafter.forget(other)
+    req = Req("r", tokens, SamplingParams(), 0, extra_key=keys[1])
+    extend(drafter, req, 0, row=2)
+    return drafts_of(drafter, req, row=2)
+
+
+def test_what_followed_in_another_request_is_drafted() -> None:
+    other = [1, 2, 3, 4, 5, 6, 7]
+    assert drafts_after_another([9, 2, 3], other) == [4, 5, 6, 7]
+    assert drafts_after_another([9, 4, 5], other) == [6, 7]  # nothing is known behind its end
+    assert drafts_after_another([9, 9, 5], other) == []  # one token is too short a run
+    assert drafts_after_another([9, 2, 3], other, keys=("a", "b")) == []
+    assert drafts_after_another([9, 2, 3], other, keys=("a", "a")) == [4, 5, 6, 7]
+    assert drafts_after_another([9, 2, 3], other, is_private=True) == []
+
+
+def test_of_equally_long_runs_the_own_one_is_continued_and_else_the_longest() -> None:
+    other = [1, 2, 3, 4, 5, 6, 7]
+    assert drafts_after_another([2, 3, 9, 8, 2, 3], other) == [9, 8, 2, 3]
+    assert drafts_after_another([4, 9, 8, 1, 2, 3, 4], other) == [5, 6, 7]
+    assert drafts_after_another([2, 3], other, [2, 3, 8, 8, 8, 8]) == [8, 8, 8, 8]  # the last of others
+
+
+def test_a_known_continuation_is_not_replaced_by_its_beginning() -> None:
+    assert drafts_after_another([2, 3], [2, 3, 4, 5, 6, 7], [2, 3, 4]) == [4, 5, 6, 7]
+
+
+def test_the_table_has_a_fixed_size_and_forgets_the_oldest() -> None:
+    table = NgramTable(2, torch.device("cpu"), num_entries=16)
+    namespaces = torch.full((1,), namespace_id("a"))
+    for first in range(40):
+        window = torch.arange(first, first + LONGEST + 2)[None]
+        table.learn(namespaces, window)
+        following, length = table.look_up(namespaces, window[:, :LONGEST])
+        assert (following.tolist(), int(length)) == ([[first + 8, first + 9]], 8)
+    assert len(table.tokens) == 17
+    found = [int(table.look_up(namespaces, torch.arange(i, i + LONGEST)[None])[1]) > 0 for i in range(40)]
+    assert 1 <= sum(found) <= 16
+    assert sum(found[:20]) < sum(found[20:])
+
+
+def test_entries_for_one_place_are_written_whole_and_in_order() -> None:
+    """Of many entries of one call for the same place the last one stays, on any device."""
+    table = NgramTable(2, torch.device("cpu"), num_entries=1)
+    windows = torch.arange(100)[:, None] + torch.arange(LONGEST + 2)
+    table.learn(torch.full((100,), 5), windows)
+    assert (int(table.namespaces[0]), int(table.stamps[0])) == (5, 300)
+    assert table.tokens[0].tolist() == windows[-1].tolist()
 
 
 @pytest.mark.full

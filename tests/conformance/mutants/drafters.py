@@ -100,3 +100,20 @@ class DraftsFewerNodes(NgramDrafter):
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         return super().draft(batch, shape._replace(num_draft_tokens=2))
+
+
+@drafter("ngram")
+class LearnsFromNobody(NgramDrafter):
+    """Each request has a trie of its own, though requests share."""
+
+    def __init__(self, config, parts) -> None:
+        super().__init__(config, parts)
+        self.is_private = True
+
+
+@drafter("ngram")
+class SharesAcrossNamespaces(NgramDrafter):
+    """One trie for all cache salts and adapters."""
+
+    def _trie_of(self, req):
+        return super()._trie_of(replace(req, extra_key=None))
