@@ -53,6 +53,7 @@ def test_every_optimized_component_has_a_twin() -> None:
         "mixed_batch.py",
         "array_tree.py",
         "speculative/ngram_lookup.py",
+        "speculative/ngram_table.py",
         "speculative/node_sampler.py",
         "speculative/round.py",
         "speculative/round_batch.py",

@@ -158,7 +158,7 @@ def test_the_table_has_a_fixed_size_and_forgets_the_oldest() -> None:
 
 
 def test_entries_for_one_place_are_written_whole_and_in_order() -> None:
-    """Of many entries of one call for the same place the last one stays, on any device."""
+    """The last entry of one call for the same place stays, on any device."""
     table = NgramTable(2, torch.device("cpu"), num_entries=1)
     windows = torch.arange(100)[:, None] + torch.arange(LONGEST + 2)
     table.learn(torch.full((100,), 5), windows)

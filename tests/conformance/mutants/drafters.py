@@ -103,7 +103,7 @@ class DraftsFewerNodes(NgramDrafter):
 
 
 @drafter("ngram")
-class LearnsFromNobody(NgramDrafter):
+class RequestsDoNotShare(NgramDrafter):
     """Each request has a trie of its own, though requests share."""
 
     def __init__(self, config, parts) -> None:
