@@ -1,4 +1,5 @@
-"""What mkdocs adds to pages: formatted quotes with a link to their file, sources, links to other projects.
+"""What mkdocs adds: text from the code (docs/generators), pages of notebooks, pictures and sheets, formatted
+quotes with a link to their file, sources, links to other projects.
 
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
 link to its line. In twins, lines that the reference does not have are marked. Lines "(1) code" below a quote,
@@ -11,6 +12,7 @@ under source/: no page of them is in the navigation or in the search.
 import difflib
 import re
 import subprocess
+import sys
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -22,8 +24,11 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 from ruff import find_ruff_bin
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file by its path
+
 from docs.figures import five_requests, sheets
-from docs.generators.hook import expand
+from docs.generators.expand import expand
+from docs.generators.notebook_pages import NOTEBOOKS, page_of
 
 ROOT = Path(__file__).parents[1]
 RUN = "course/run.html"
@@ -75,7 +80,9 @@ _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the source pages of all Python files that pages quote or name."""
+    """Adds the pages of notebooks, and the source pages of all Python files that pages quote or name."""
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        files.append(_page(config, f"notebooks/{path.stem}.md", page_of(path, config.repo_url or "")))
     named: set[str] = set()
     for file in files.documentation_pages():
         for line in expand(file.content_string).splitlines():
@@ -83,13 +90,15 @@ def on_files(files: Files, config: Any) -> Files:
             named.update([quote.group(2)] if quote else _NAMED.findall(line))
     for path in sorted(named):
         if path.endswith(".py") and (ROOT / path).is_file():
-            page = File.generated(config, _page_of(path), content=_source_page(path))
-            page.inclusion = InclusionLevel.NOT_IN_NAV
-            files.append(page)
+            files.append(_page(config, _page_of(path), _source_page(path)))
     files.append(File.generated(config, RUN, content=five_requests.page("../source")))
     for name in [*sheets.numbers(), sheets.ALL]:
         files.append(File.generated(config, f"course/sheets/{name}.html", content=sheets.page(name)))
     return files
+
+
+def _page(config: Any, place: str, text: str) -> File:
+    return File.generated(config, place, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
@@ -97,7 +106,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return markdown
     lines: list[str] = []
     in_fence, in_twins, link, notes = False, False, "", 0
-    for line in markdown.splitlines():
+    for line in expand(markdown).splitlines():
         quote, note = _QUOTE.match(line), _NOTE.match(line)
         if link and not in_fence and not (notes and _LISTED.match(line) and not _FENCE.match(line)):
             lines += ["", link, ""]  # behind the list of annotations, which must follow the quote

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from docs.generators.hook import expand
+from docs.generators.expand import expand
 
 FOLDER = Path(__file__).parents[1] / "measurements"
 

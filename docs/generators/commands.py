@@ -9,7 +9,7 @@ import typer
 
 from diptych.shared.tools.cli import app
 from diptych.shared.tools.commands.options import EngineOptions, Options, SamplingOptions
-from diptych.shared.tools.course.labs import labs
+from diptych.shared.tools.course import labs as course
 from docs.generators.tables import cell, code, table
 
 
@@ -57,8 +57,8 @@ def sampling_options() -> str:
     return table(["Option", "Meaning"], rows)
 
 
-def labs_table() -> str:
-    rows = [[str(lab.number), f"**{lab.title}**", cell(lab.story)] for lab in labs()]
+def labs() -> str:
+    rows = [[str(lab.number), f"**{lab.title}**", cell(lab.story)] for lab in course.labs()]
     return table(["Lab", "Title", "Story"], rows)
 
 

@@ -50,7 +50,7 @@ def component(name: str) -> str:
     return "\n\n".join(parts)
 
 
-def overview() -> str:
+def components() -> str:
     """All components of the registry."""
     rows = []
     for name in registry.IMPLEMENTATIONS:

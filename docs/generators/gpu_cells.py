@@ -6,15 +6,13 @@ imports what it uses, so it runs without the cells before it, and without Jupyte
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import gc
-import io
 import json
+import os
 import re
+import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from notebooks.gpu import RECORD
@@ -51,15 +49,9 @@ def record(names: list[str]) -> None:
     are enough GPUs. A cell that fails keeps its record; its traceback is printed."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise SystemExit("GPU cells are recorded where there is a CUDA GPU")
-    sys.path.insert(0, str(NOTEBOOKS))
     sources = {
         name: source for path in sorted(NOTEBOOKS.glob("*.ipynb")) for name, source in gpu_cells(path).items()
     }
-    wrong = sorted(set(names) - set(sources))
-    if wrong:
-        raise SystemExit(f"no GPU cell {', '.join(wrong)}; there are {', '.join(sources)}")
     cells = {name: cell for name, cell in recorded().items() if name in sources}
     missing = [
         name
@@ -68,14 +60,13 @@ def record(names: list[str]) -> None:
     ]
     failed = []
     for name in names or missing:
-        start = time.perf_counter()
+        start, source = time.perf_counter(), sources[name]
+        count, gpu = num_gpus_of(source), torch.cuda.get_device_name()
+        facts = {"gpu": gpu if count == 1 else f"{count} x {gpu}", "torch": torch.__version__}
         try:
-            cells[name] = {"source": sources[name], "text": run(sources[name]), **facts(sources[name])}
-        except Exception:
-            traceback.print_exc()
+            cells[name] = {"source": source, "text": run(source), **facts, "date": str(datetime.date.today())}
+        except subprocess.CalledProcessError:
             failed.append(name)
-        gc.collect()
-        torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     in_order = {name: cells[name] for name in sources if name in cells}
     RECORD.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -83,22 +74,11 @@ def record(names: list[str]) -> None:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def facts(source: str) -> dict[str, str]:
-    """On what a cell runs."""
-    import torch
-
-    count = num_gpus_of(source)
-    gpu = torch.cuda.get_device_name()
-    return {
-        "gpu": gpu if count == 1 else f"{count} x {gpu}",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def run(source: str) -> str:
-    """What a cell prints, run in a namespace of its own."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(source, "<GPU cell>", "exec"), {"__name__": "__main__"})
-    return output.getvalue()
+    """What a cell prints in a process of its own. Raises `CalledProcessError` if it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", source]
+    return subprocess.run(
+        command, cwd=NOTEBOOKS, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout

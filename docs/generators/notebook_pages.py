@@ -1,4 +1,4 @@
-"""mkdocs hook: a page for each notebook, with its recorded outputs.
+"""A page for each notebook, with its recorded outputs.
 
 The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/ and, for GPU cells, of
 docs/samples/gpu-cells.json (`python -m docs.generators.record_notebooks`). A page has no section of GPU cells
@@ -10,14 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-import sys
 from pathlib import Path
-from typing import Any
-
-from mkdocs.structure.files import File, Files, InclusionLevel
-from mkdocs.structure.pages import Page
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
 from docs.generators import gpu_cells
 from notebooks import gpu
@@ -27,22 +20,7 @@ NOTEBOOKS = ROOT / "notebooks"
 OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
 
 _PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
-_TITLE = re.compile(r"^# .*$", re.MULTILINE)
 _PREDICT = re.compile(r"\bPredict\b")
-
-
-def on_files(files: Files, config: Any) -> Files:
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        page = File.generated(config, f"notebooks/{path.stem}.md", content=page_of(path))
-        page.inclusion = InclusionLevel.NOT_IN_NAV
-        files.append(page)
-    return files
-
-
-def on_page_markdown(markdown: str, page: Page, config: Any, **_: Any) -> str:
-    if not page.file.src_uri.startswith("notebooks/"):
-        return markdown
-    return _TITLE.sub(rf"\g<0>{_colab_link(page.file.name, config.repo_url or '')}", markdown, count=1)
 
 
 def _colab_link(notebook: str, repository: str) -> str:
@@ -54,8 +32,9 @@ def _colab_link(notebook: str, repository: str) -> str:
     return f"\n\n[Open in Colab]({url}), and run `!pip install git+{repository}` in a new first cell."
 
 
-def page_of(path: Path) -> str:
-    """The Markdown of a notebook: its texts, its cells, and what was recorded for each cell."""
+def page_of(path: Path, repository: str = "") -> str:
+    """The Markdown of a notebook: its texts, its cells, and what was recorded for each cell, with a link to
+    Colab if the repository has a public address."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     recorded = iter(json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8")))
     has_gpu = any(name in gpu.record() for name in gpu_cells.gpu_cells(path))
@@ -89,7 +68,8 @@ def page_of(path: Path) -> str:
         f"Page of the course: [{stage.stem[3:].replace('-', ' ')}](../course/{stage.name}). " if stage else ""
     )
     title, _, rest = "\n\n".join(parts).partition("\n\n# ")[2].partition("\n")
-    return f"{parts[0]}\n\n# {title}\n\n{place}{run}\n{rest}\n\n{way}.\n"
+    colab = _colab_link(path.stem, repository)
+    return f"{parts[0]}\n\n# {title}{colab}\n\n{place}{run}\n{rest}\n\n{way}.\n"
 
 
 def _output(output: dict[str, str]) -> str:

@@ -2,10 +2,10 @@
 
     python -m docs.generators.record_clients [FOLDER] [NAME ...]
 
-The scripts are those of docs/examples/clients, which fail when an answer is not as expected. Each Python
-client has a virtual environment of its own below FOLDER (build/clients), which is made and filled from the
-package registry if it is not there; Node's packages share one. What cannot be installed is recorded as not
-run. The server has the built-in model with a longer context: instructions of agents have many tokens.
+The scripts are those of docs/examples/clients, which say how to install the client and fail when an answer is
+not as expected. Each has a virtual environment of its own below FOLDER (build/clients), which is made if it
+is not there. What cannot be installed is recorded as not run. The server has the built-in model with a longer
+context: instructions of agents have many tokens.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "docs" / "examples" / "clients"
 RECORD = ROOT / "docs" / "samples" / "clients.json"
 INSTALL_SECONDS, RUN_SECONDS = 900, 300
 
-_HEAD = re.compile(r'(?:"""|// |# )(.+?): (.+?)\.\s+(?:// |# )?(pip|npm) install (.+)\n')
+_HEAD = re.compile(r'(?:"""|// |# )(.+?): (.+?)\.\s+(?:// |# )?((?:pip|npm) install (\S+).*)\n')
+_VERSION = re.compile(r"^(?:Version: |\W+ \S+@)(\S+)", re.MULTILINE)  # of pip show, npm list
+COMMANDS = {
+    ".py": ("python", "-c"),
+    ".mjs": ("node", "--input-type=module", "-e"),  # which looks for packages from where it runs
+    ".sh": ("bash", "-c"),
+}
+"""Suffix of a script -> the command that runs its text."""
 
 
 class Client(NamedTuple):
-    """What the first lines of a script say. The first package names the client's environment."""
+    """What the first lines of a script say."""
 
     name: str
     does: str
-    manager: str  # pip, npm
-    packages: list[str]
+    install: str
+    package: str
     script: Path
 
 
 def clients() -> list[Client]:
-    found = []
-    for path in sorted((ROOT / "docs" / "examples" / "clients").iterdir()):
-        head = _HEAD.match(path.read_text("utf-8"))
-        assert head is not None, path
-        name, does, manager, packages = head.groups()
-        found.append(Client(name, does, manager, packages.split(), path))
-    return found
+    heads = {path: _HEAD.match(path.read_text("utf-8")) for path in sorted(SCRIPTS.iterdir())}
+    return [Client(*head.groups(), path) for path, head in heads.items() if head is not None]
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -68,57 +71,35 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 def _record(client: Client, folder: Path, url: str) -> dict[str, Any]:
-    facts = {"date": datetime.date.today().isoformat(), "version": ""}
-    is_node = client.manager == "npm"
-    home = folder / ("npm" if is_node else client.packages[0])
+    home = folder / client.package.replace("/", "-")
+    path = f"{home}/bin:{home}/node_modules/.bin:{os.environ['PATH']}"
+    environment = {**os.environ, "URL": url, "PATH": path}
+    environment.pop("PYTHONPATH", None)
+
+    def run(*command: str, timeout: int = INSTALL_SECONDS) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=home, env=environment, capture_output=True, text=True, check=True, timeout=timeout
+        )
+
+    facts = {"date": str(datetime.date.today()), "version": ""}
     try:
-        (_install_node if is_node else _install_python)(client, home)
-        facts["version"] = _version(client, home)
+        if not home.is_dir():
+            home.mkdir(parents=True)
+            run(sys.executable, "-m", "venv", ".")
+            run("bash", "-c", client.install)
+        ask = ("pip", "show") if client.install.startswith("pip") else ("npm", "list", "--depth=0")
+        if (version := _VERSION.search(run(*ask, client.package).stdout)) is not None:
+            facts["version"] = version[1]
     except (OSError, subprocess.SubprocessError) as error:
         return {**facts, "result": f"not run: it cannot be installed here ({type(error).__name__})"}
-    script = client.script.read_text("utf-8")
-    command = {  # Node looks for packages from where it runs if its script is no file
-        ".py": [str(home / "bin" / "python"), "-c", script],
-        ".mjs": ["node", "--input-type=module", "-e", script],
-        ".sh": ["bash", "-c", script],
-    }[client.script.suffix]
-    tools = home / "node_modules" / ".bin" if is_node else home / "bin"
-    environment = {**os.environ, "URL": url, "PATH": f"{tools}:{os.environ['PATH']}"}
-    environment.pop("PYTHONPATH", None)
     try:
-        done = subprocess.run(
-            command, env=environment, cwd=home, capture_output=True, text=True, timeout=RUN_SECONDS
-        )
+        run(*COMMANDS[client.script.suffix], client.script.read_text("utf-8"), timeout=RUN_SECONDS)
     except subprocess.TimeoutExpired:
         return {**facts, "result": f"failed: not finished after {RUN_SECONDS} s"}
-    if done.returncode:
-        print(done.stdout[-1000:], done.stderr[-2000:], file=sys.stderr)
-    return {**facts, "result": "passed" if not done.returncode else "failed"}
-
-
-def _install_python(client: Client, home: Path) -> None:
-    if not home.is_dir():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", *client.packages]
-        subprocess.run(pip, check=True, timeout=INSTALL_SECONDS)
-
-
-def _install_node(client: Client, home: Path) -> None:
-    if not (home / "node_modules" / client.packages[0]).is_dir():
-        home.mkdir(parents=True, exist_ok=True)
-        install = ["npm", "install", "--no-audit", "--no-fund", *client.packages]
-        subprocess.run(install, cwd=home, check=True, timeout=INSTALL_SECONDS)
-
-
-def _version(client: Client, home: Path) -> str:
-    package = client.packages[0]
-    if client.manager == "npm":
-        return str(
-            json.loads((home / "node_modules" / package / "package.json").read_text("utf-8"))["version"]
-        )
-    ask = f"import importlib.metadata as m; print(m.version({package!r}))"
-    python = str(home / "bin" / "python")
-    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    except subprocess.CalledProcessError as error:
+        print(error.stdout[-1000:], error.stderr[-2000:], file=sys.stderr)
+        return {**facts, "result": "failed"}
+    return {**facts, "result": "passed"}
 
 
 if __name__ == "__main__":

@@ -63,6 +63,20 @@ def wrapping(text: str) -> str:
     return f'<div class="wraps" markdown>\n\n{text}\n\n</div>'
 
 
+def mechanisms() -> str:
+    """The sections and rows of mechanisms.tsv, whose cells are Markdown."""
+    text = Path(__file__).with_name("mechanisms.tsv").read_text("utf-8")
+    num_missing, num_different = text.count("\tnot built: "), text.count("\tdiffers: ")
+    count = text.count("\n") - text.count("# ")
+    parts = [f"{count} mechanisms: {num_missing} are not built in a panel, and {num_different} differ."]
+    for section in text[2:].split("\n# "):
+        title, *rows = section.splitlines()
+        lines = ["| Mechanism | reference | optimized | Clause or remark |", "|---|---|---|---|"]
+        lines += ["| {} | {} | {} | {} |".format(*row.split("\t")) for row in rows]
+        parts += [f"## {title}", wrapping("\n".join(lines))]
+    return "\n\n".join(parts)
+
+
 def indented(text: str) -> str:
     return textwrap.indent(text, "    ")
 
@@ -250,12 +264,12 @@ def calculator() -> str:
     return f'<script type="application/json" id="calculator-data">{data}</script>'
 
 
-def dialect_table() -> str:
+def dialects() -> str:
     """Every dialect that reads calls, in the order in which templates are tried."""
-    from diptych.shared.dialects.parts.choose import dialects
+    from diptych.shared.dialects.parts import choose
 
     rows = []
-    for module, cls in dialects().items():
+    for module, cls in choose.dialects().items():
         if module == "plain":
             continue
         about = (inspect.getdoc(inspect.getmodule(cls)) or "").partition("\n")[0].rstrip(".")
@@ -305,6 +319,6 @@ def clients() -> str:
     rows = []
     for client in scripts():
         facts = found.get(client.name, {"version": "", "date": "", "result": "not run yet"})
-        package = f"`{client.packages[0]}` {facts['version']}"
+        package = f"`{client.package}` {facts['version']}"
         rows.append([client.name, package, cell(client.does), cell(facts["result"]), facts["date"]])
     return table(["Client", "Package", "What it does", "Result", "Date"], rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,7 @@ def records() -> tuple[dict[str, Any], ...]:
     )
 
 
-def components() -> str:
+def works_components() -> str:
     """Every implementation of every component: the devices, the packages, and the cases of its contract that
     passed on GPUs."""
     rows: list[list[str]] = []
@@ -55,7 +55,7 @@ def components() -> str:
     return table(["Component", "Implementation", "Devices", "Packages", *heads], rows)
 
 
-def tests() -> str:
+def works_tests() -> str:
     """Every file of tests that need a GPU, with its counts in each recorded run."""
     if not records():
         return "No run is recorded."
@@ -81,7 +81,7 @@ def gpu_runs(notes: dict[str, str]) -> str:
     return wrapping(table(["Part", "Tests", "Recorded runs on GPUs"], rows))
 
 
-def cards() -> str:
+def gpu_cards() -> str:
     """A sentence: the GPUs with a recorded run."""
     if not records():
         return "No run of the tests on a GPU is recorded yet."
@@ -102,34 +102,27 @@ def devices(component: str, choice: str) -> str:
 
 def packages_of(module: str) -> list[str]:
     """The optional packages that a module of ours imports, in a function too, or that its imports need."""
-    found, seen, waiting = {*_imports(module, ast.walk)}, set(), [module]
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        imports = _imports(name, _statements)
-        found |= {*imports}
-        waiting += [each for each in imports if each.startswith("diptych.") and each not in seen]
+    found, waiting = set(_imports(module, is_deep=True)), [module]
+    for name in waiting:
+        imports = _imports(name)
+        found.update(imports)
+        waiting += [each for each in imports if each.startswith("diptych.") and each not in waiting]
     return sorted({PACKAGES[name.partition(".")[0]] for name in found if name.partition(".")[0] in PACKAGES})
 
 
 @cache
-def _imports(module: str, nodes_of: Callable[[ast.Module], Iterable[ast.AST]]) -> tuple[str, ...]:
-    """The modules, and names in modules, that the import statements among the nodes of a module name."""
+def _imports(module: str, is_deep: bool = False) -> tuple[str, ...]:
+    """The modules, and names in modules, that a module imports; is_deep: in functions too."""
     stem = ROOT / module.replace(".", "/")
     path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-    if not path.is_file():
-        return ()
-    names: list[str] = []
-    for node in nodes_of(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    tree = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+    names: dict[str, None] = {}
+    for node in ast.walk(tree) if is_deep else tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            place = getattr(node, "module", None)
+            names |= dict.fromkeys(f"{place}.{each.name}" if place else each.name for each in node.names)
+            names |= {place: None} if place else {}
     return tuple(names)
-
-
-def _statements(module: ast.Module) -> list[ast.stmt]:
-    return module.body
 
 
 def title(record: dict[str, Any]) -> str:

@@ -89,6 +89,7 @@ def test_page_names_its_parts(stage: Stage) -> None:
     assert re.search(rf"diptych course start engine && cd engine +# .*: {stage.skeleton}\n", page)
     assert f"\ndiptych course grade {stage.number}  " in page
     assert '<div class="twins" markdown>' in page
+    assert f"]({stage.page})" in (COURSE / "index.md").read_text(encoding="utf-8")
 
 
 @each_stage
@@ -115,9 +116,3 @@ def test_notebook_has_the_toy_of_the_page(stage: Stage) -> None:
     assert sum(bool(line.strip()) for line in toy.splitlines()) <= MAX_TOY_LINES
     outside = re.sub(r"# --8<-- \[start:(.*)\]\n.*?# --8<-- \[end:\1\]\n", "", text, flags=re.DOTALL)
     assert outside.strip() == "", "the page does not quote this"
-
-
-@each_stage
-def test_stage_is_in_the_navigation_and_in_the_index(stage: Stage) -> None:
-    assert f"course/{stage.page}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert f"]({stage.page})" in (COURSE / "index.md").read_text(encoding="utf-8")

@@ -21,8 +21,6 @@ BACKGROUNDS = {"default": "rgb(255, 255, 255)", "slate": "rgb(30, 33, 41)"}
 
 pytestmark = needs_chromium
 each_slider = pytest.mark.parametrize("name", SLIDERS)
-each_scheme = pytest.mark.parametrize("scheme", list(BACKGROUNDS))
-each_width = pytest.mark.parametrize("width", [390, 1440])
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +29,16 @@ def driver() -> Iterator[Any]:
         yield started
 
 
-def open_figure(
-    driver: Any, folder: Path, name: str, width: int = 1024, scheme: str = "default", script: bool = True
-) -> list[str]:
-    """A page from the disk: a picture, its stylesheet and script, and the colours that it takes from the
-    theme. Returns the titles of the steps."""
+def open_figure(driver: Any, folder: Path, name: str, width: int = 1024, script: bool = True) -> list[str]:
+    """A page from the disk: a picture with its stylesheet and script. Returns the titles of the steps."""
     style = (DOCS / "stylesheets" / "figures.css").read_text(encoding="utf-8")
     code = (DOCS / "javascripts" / "steps.js").read_text(encoding="utf-8") if script else ""
     page = folder / "page.html"
     page.write_text(
         f"<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><style>{style}"
-        f"html {{ font-size: 20px }} body {{ background: {BACKGROUNDS[scheme]}; color: var(--ink) }} "
-        f"button, code {{ background: none; font-size: 0.7rem }}</style><body class=md-typeset "
-        f"data-md-color-scheme={scheme}><main class=md-content>{BODIES[name]}</main><script>{code}</script>",
+        f"html {{ font-size: 20px }} body {{ color: var(--ink) }} "
+        f"button, code {{ background: none; font-size: 0.7rem }}</style><body class=md-typeset>"
+        f"<main class=md-content>{BODIES[name]}</main><script>{code}</script>",
         encoding="utf-8",
     )
     set_screen(driver, width)
@@ -61,11 +56,9 @@ def shown(driver: Any) -> list[str]:
     return [step.text.partition(".")[0] for step in visible(driver, ".step")]
 
 
-@each_width
-@each_scheme
 @each_slider
-def test_buttons_and_keys(driver: Any, tmp_path: Path, name: str, scheme: str, width: int) -> None:
-    titles = open_figure(driver, tmp_path, name, width, scheme)
+def test_buttons_and_keys(driver: Any, tmp_path: Path, name: str) -> None:
+    titles = open_figure(driver, tmp_path, name)
     back, following = driver.find_elements("css selector", ".controls button")
     slider = driver.find_element("css selector", ".controls input")
     assert shown(driver) == titles[:1]
@@ -86,25 +79,21 @@ def test_buttons_and_keys(driver: Any, tmp_path: Path, name: str, scheme: str, w
     assert driver.get_log("browser") == []
 
 
-@each_width
-@each_scheme
+@pytest.mark.parametrize("width", [390, 1440])
 @each_slider
-def test_every_step_is_legible(driver: Any, tmp_path: Path, name: str, scheme: str, width: int) -> None:
-    """As whole pages are (tests/docs/test_layout.py): in the screen, large and with enough contrast."""
-    titles = open_figure(driver, tmp_path, name, width, scheme)
-    following = driver.find_elements("css selector", ".controls button")[1]
-    for title in titles:
-        assert driver.execute_script(LAYOUT) == [], title
-        if following.is_enabled():
-            following.click()
-
-
-@each_width
-@each_slider
-def test_one_view_is_shown(driver: Any, tmp_path: Path, name: str, width: int) -> None:
-    open_figure(driver, tmp_path, name, width)
-    views = [svg.get_attribute("class") for svg in visible(driver, "svg")]
-    assert views == ["narrow" if width == 390 else "wide"]
+def test_every_step_is_legible(driver: Any, tmp_path: Path, name: str, width: int) -> None:
+    """As whole pages are (tests/docs/test_layout.py): in the screen, large and with enough contrast. A step
+    shows one of its two views."""
+    for title in open_figure(driver, tmp_path, name, width):
+        for scheme, background in BACKGROUNDS.items():
+            driver.execute_script(
+                "document.body.dataset.mdColorScheme = arguments[0];"
+                "document.body.style.background = arguments[1]", scheme, background,
+            )  # fmt: skip
+            assert driver.execute_script(LAYOUT) == [], (title, scheme)
+        views = [svg.get_attribute("class") for svg in visible(driver, "svg")]
+        assert views == ["narrow" if width == 390 else "wide"]
+        driver.find_elements("css selector", ".controls button")[1].click()
 
 
 @each_slider
