@@ -6,6 +6,7 @@ from typing import Any
 
 from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS as KNOWN
 from diptych.shared.tools.conformance.formats.trace_references import definition_of
+from tests.kernel_check.trace_published import PUBLISHED, WITHOUT_EXACT_RESULT
 
 CHOICE = """
 import torch
@@ -17,6 +18,7 @@ def run(scores, seq_lens):
 """
 DEFINITIONS: dict[str, dict[str, Any]] = {
     **KNOWN,
+    **PUBLISHED,
     "gdn that normalises": KNOWN["gdn"] | {"reference": KNOWN["gdn"]["reference"].replace(
         "(x.float()[:, 0]", "(F.normalize(x.float()[:, 0], dim=-1)")},
     "choice of scores": definition_of("topk_indexer", "dsa_paged",
@@ -24,6 +26,13 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
                              "scores:batch_size,num_tokens:float32 seq_lens:batch_size:int32",
                              "topk_indices:batch_size,topk:int32", CHOICE),
 }  # fmt: skip
+UNKNOWN = ("choice of scores", *WITHOUT_EXACT_RESULT)
+
+
+def inputs_of(definition: dict[str, Any]) -> list[str]:
+    """The parameters of the reference, whose order may be another one than the Definition's."""
+    parameters = definition["reference"].split("def run(")[1].split(")")[0].split(",")
+    return [each.strip().partition("=")[0] for each in parameters]
 
 
 def solution(name: str, change: tuple[str, str] = ("", ""), *, is_dps: bool = True) -> dict[str, Any]:
@@ -34,12 +43,14 @@ def solution(name: str, change: tuple[str, str] = ("", ""), *, is_dps: bool = Tr
     if is_dps:
         inputs, outputs = ", ".join(definition["inputs"]), ", ".join(definition["outputs"])
         copies = "".join(f"    {each}.copy_(results[{i}])\n" for i, each in enumerate(definition["outputs"]))
-        source += f"\n\ndef into({inputs}, {outputs}):\n    results = run({inputs})\n"
+        taken = ", ".join(inputs_of(definition))
+        source += f"\n\ndef into({inputs}, {outputs}):\n    results = run({taken})\n"
+        source += "    results = tuple(results.values()) if isinstance(results, dict) else results\n"
         source += "    results = results if isinstance(results, tuple) else (results,)\n" + copies
         entry = "into"
     return {
         "name": f"{name}_solution", "definition": definition["name"], "author": "tests",
         "sources": [{"path": "main.py", "content": source}],
-        "spec": {"language": "python", "target_hardware": ["cpu"], "entry_point": f"main.py::{entry}",
-                 "destination_passing_style": is_dps},
+        "spec": {"language": "python", "target_hardware": ["cpu"], "entry_point": f"main.py::{entry}"}
+        | ({} if "type" in definition else {"destination_passing_style": is_dps}),
     }  # fmt: skip

@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.formats.trace_draws import draws_of_order
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Solution, Workload
+from diptych.shared.tools.conformance.formats.trace_functions import (
+    inputs_of,
+    is_dps,
+    reference_of,
+    sources_of,
+)
 from diptych.shared.tools.conformance.formats.trace_generic import generic_op
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
-from diptych.shared.tools.conformance.formats.trace_ops import op_of
+from diptych.shared.tools.conformance.formats.trace_ops import op_of, why_unknown
 from diptych.shared.tools.conformance.kernels.calls import unwritten
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
+from diptych.shared.tools.conformance.kernels.functions import Raised
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.problem import Call, Convention, Problem
 from diptych.shared.tools.conformance.kernels.run import SECONDS, check_kernel
 
-PROPERTIES_ONLY = (
-    "properties only: the exact result of this operation is not known, so results are compared with those of "
-    "the Definition's own reference"
+PROPERTIES_ONLY = "properties only: {}, so results are compared with those of the Definition's own reference"
+BY_NAME = (
+    "The function does not have the inputs of the Definition in their order: they are passed by name. "
+    "flashinfer-bench passes them in order"
 )
 COMMON_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
-
-
-@contextmanager
-def sources_of(solution: Solution) -> Iterator[tuple[str, str]]:
-    """The target and the folder of the files of a Solution, which are removed after the block."""
-    with tempfile.TemporaryDirectory(prefix="diptych-solution-") as folder:
-        for path, text in solution.sources.items():
-            file = Path(folder) / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        yield f"{Path(folder) / solution.file}:{solution.function}", folder
-
-
-def reference_of(definition: Definition) -> Solution:
-    return Solution(
-        "reference", definition.name, {"reference.py": definition.reference}, "reference.py", "run", False
-    )
 
 
 def check_solution(
@@ -61,30 +51,54 @@ def check_solution(
     """The reports on the Definition's reference and on the Solution. `workloads`: the cases of an operation
     whose exact result is not known."""
     reference = reference_of(definition)
-    with sources_of(reference) as (target, folder), ChildFunction(target, seconds, ends_at, folder) as judge:
+    with (
+        sources_of(definition, reference) as (target, folder),
+        ChildFunction(target, seconds, ends_at, folder) as judge,
+    ):
         op = op_of(definition, read_off(definition, judge))
-        reports = []
-        if op is not None:
-            reports.append(_checked(judge, definition, reference, op, seconds, seed))
         is_known = op is not None
-        op = op or generic_op(definition, partial(results_of, judge, definition, reference), workloads)
+        if op is not None:
+            reports = [_checked(judge, definition, reference, op, seconds, seed)]
+        elif solution is None:
+            raise ValueError(
+                f"{definition.name}: {why_unknown(definition)}: name a Solution, which is compared with the "
+                "reference"
+            )
+        else:
+            reports = []
+            op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
+            op = with_cases_of_reference(definition, op)
         if solution is not None:
             with (
-                sources_of(solution) as (target, folder),
+                sources_of(definition, solution) as (target, folder),
                 ChildFunction(target, seconds, ends_at, folder) as function,
             ):
                 report = _checked(function, definition, solution, op, seconds, seed)
+            if inputs_of(definition, solution) != tuple(definition.inputs):
+                report.notes.append(BY_NAME)
             if not is_known:
-                report.notes.append(PROPERTIES_ONLY)
+                report.notes.append(PROPERTIES_ONLY.format(why_unknown(definition)))
             elif reports[0].status:
                 report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
             reports.append(report)
-    if not reports:
-        raise ValueError(
-            f"{definition.name}: the exact result of this operation, or of this form of it, is not known: "
-            "name a Solution, which is compared with the reference"
-        )
     return reports
+
+
+def with_cases_of_reference(definition: Definition, op: TraceOp) -> TraceOp:
+    """The operation with the cases that the reference computes. Raises `ValueError` if there is none."""
+    cases, error = [], None
+    for case in op.like.cases:
+        try:
+            assert op.like.make(case, True, 0).expected
+            cases.append(case)
+        except (Raised, Mismatch, ValueError) as raised:
+            error = raised
+    if not cases:
+        raise ValueError(
+            f"{definition.name}: the Definition's reference fails on all inputs that are made by names and "
+            f"types: {error}. Name others: --workload"
+        )
+    return replace(op, like=replace(op.like, cases=tuple(cases), timed=lambda _: tuple(cases[-1:])))
 
 
 def _checked(
@@ -110,25 +124,30 @@ def results_of(
 
 
 def convention_of(definition: Definition, solution: Solution, op: TraceOp) -> Convention:
-    outputs = ", ".join(definition.outputs)
-    inputs = ", ".join((*definition.inputs, *(definition.outputs if solution.is_dps else ())))
-    signature = f"{solution.function}({inputs})" + ("" if solution.is_dps else f" -> {outputs}")
-    return Convention(
-        "flashinfer-trace", signature, "as the Definition", partial(_build, definition, solution.is_dps, op)
-    )
+    outputs, taken = ", ".join(definition.outputs), inputs_of(definition, solution)
+    has_outputs = is_dps(definition, solution)
+    inputs = ", ".join((*taken, *(definition.outputs if has_outputs else ())))
+    signature = f"{solution.function}({inputs})" + ("" if has_outputs else f" -> {outputs}")
+    build = partial(_build, definition, taken, has_outputs, op)
+    return Convention("flashinfer-trace", signature, "as the Definition", build)
 
 
-def _build(definition: Definition, is_dps: bool, op: TraceOp, problem: Problem) -> Call:
-    values = [op.inputs[name](problem) for name in definition.inputs]
+def _build(
+    definition: Definition, taken: Sequence[str], has_outputs: bool, op: TraceOp, problem: Problem
+) -> Call:
+    """`taken`: the inputs that are passed. None is passed for those that the case leaves out."""
+    values = {name: op.inputs[name](problem) for name in definition.inputs}
+    absent = problem.constants.get("absent", ())
+    passed = tuple(None if name in absent else values[name] for name in taken)
     results = partial(_named, definition, op, problem)
-    if not is_dps:
-        return Call(tuple(values), results=results)
-    sizes = _sizes(definition, values)
+    if not has_outputs:
+        return Call(passed, results=results)
+    sizes = _sizes(definition, tuple(values.values()))
     made = tuple(
         unwritten(definition.shape_of(spec, sizes), torch.empty(0, dtype=spec.dtype, device=problem.device))
         for spec in definition.outputs.values()
     )
-    return Call((*values, *made), written=made, results=lambda _: results(made))
+    return Call((*passed, *made), written=made, results=lambda _: results(made))
 
 
 def _sizes(definition: Definition, values: Sequence[Any]) -> dict[str, int]:
@@ -151,8 +170,23 @@ def _named(definition: Definition, op: TraceOp, problem: Problem, returned: Any)
 
 def read_off(definition: Definition, reference: ChildFunction) -> float | None:
     """What the reference has inside: epsilon of a norm; of a delta rule, whether it divides q and k by their
-    lengths."""
-    return normalises(definition, reference) if definition.op_type == "gdn" else eps_of(definition, reference)
+    lengths; of a sampler, whether top-p applies to what top-k leaves."""
+    readers = {"gdn": normalises, "sampling": filters_in_order, "rmsnorm": eps_of}
+    reader = readers.get(definition.op_type)
+    try:
+        return reader(definition, reference) if reader else None
+    except (Raised, Mismatch, ValueError):
+        return None
+
+
+def filters_in_order(definition: Definition, reference: ChildFunction) -> float | None:
+    """Whether top-p applies to what top-k leaves, renormalised."""
+    given = draws_of_order(definition, check_device())
+    if given is None:
+        return None
+    taken = inputs_of(definition, reference_of(definition))
+    ids = reference.call(Call(tuple(given[name] for name in taken))).value
+    return float(isinstance(ids, torch.Tensor) and bool((ids == 0).all()))
 
 
 def normalises(definition: Definition, reference: ChildFunction) -> float | None:
@@ -171,14 +205,14 @@ def normalises(definition: Definition, reference: ChildFunction) -> float | None
 def eps_of(definition: Definition, reference: ChildFunction) -> float | None:
     """The epsilon that the reference of a norm has inside: read off its results for rows of small numbers."""
     spec = definition.inputs.get("hidden_states")
-    if definition.op_type != "rmsnorm" or spec is None or "hidden_size" not in definition.const:
+    if spec is None or "hidden_size" not in definition.const:
         return None
     x = Inputs(0).normal(64, definition.const["hidden_size"], dtype=spec.dtype, std=1e-4)
     given = {"hidden_states": x, "weight": torch.ones_like(x[0]), "residual": torch.zeros_like(x)}
-    values = tuple(given[name] for name in definition.inputs if name in given)
-    if len(values) != len(definition.inputs):
+    if not set(definition.inputs) <= set(given):
         return None
-    outcome = reference.call(Call(values))
+    taken = inputs_of(definition, reference_of(definition))
+    outcome = reference.call(Call(tuple(given[name] for name in taken)))
     y = outcome.value[0] if isinstance(outcome.value, tuple) else outcome.value
     if not isinstance(y, torch.Tensor) or y.shape != x.shape:
         return None

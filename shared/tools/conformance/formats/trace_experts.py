@@ -1,4 +1,5 @@
-"""`moe` of FlashInfer Trace: experts in FP8 with a scale for each block, chosen as in DeepSeek-V3."""
+"""`moe` of FlashInfer Trace: experts in FP8 with a scale for each block, chosen as in DeepSeek-V3, or by the
+largest logits, whose softmax gives the weights (Qwen3)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 FP8_NAN = 0x7F
 FP8_RMS = 0.03
 """Of roundings to a mantissa of 3 bits."""
-SIZES = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "num_hidden_blocks")
+SIZES = ("num_local_experts", "hidden_size", "intermediate_size", "num_hidden_blocks")
 ROUTING = re.compile(r"topk(\d+)_ng(\d+)_kg(\d+)")
 TENSORS = {
     "routing_logits": "logits", "routing_bias": "bias",
@@ -31,26 +32,38 @@ SCALARS = ("local_expert_offset", "routed_scaling_factor")
 
 
 def experts_op(definition: Definition, read: float | None) -> TraceOp | None:
-    """The name has the numbers that the Definition does not: chosen experts, groups, chosen groups."""
-    const, inputs = definition.const, definition.inputs
-    found = ROUTING.search(definition.name)
-    if not found or not set(SIZES) <= set(const) or set(inputs) != {*TENSORS, *SCALARS}:
+    const, inputs, routing = definition.const, definition.inputs, _routing(definition)
+    if not routing or not set(SIZES) <= set(const):
         return None
     if inputs["hidden_states"].dtype != FP8 or inputs["gemm1_weights"].dtype != FP8:
         return None
-    last = const["num_experts"] - const["num_local_experts"]
+    last = _num_experts(const) - const["num_local_experts"]
     cases = tuple(
         Case(f"{n} tokens, experts from {offset}", num_tokens=n, offset=offset, seed=i)
         for i, (n, offset) in enumerate(((1, 0), (3, last), (17, 0), (33, last)))
     )
     like = Like(
         "moe", "Each token goes through its experts of this rank; their outputs are summed with weights.",
-        "tokens", cases, lambda _: cases[-1:], partial(_make, definition, tuple(map(int, found.groups()))),
-        SUSPECTS,
+        "tokens", cases, lambda _: cases[-1:], partial(_make, definition, routing),
+        SUSPECTS if len(routing) > 1 else {name: SUSPECTS[name] for name in OF_ANY_ROUTING},
     )  # fmt: skip
     names: dict[str, Read] = {name: tensor(mine) for name, mine in TENSORS.items()}
     names |= {name: constant(name) for name in SCALARS}
     return TraceOp(like, names, {"output": "out"})
+
+
+def _routing(definition: Definition) -> tuple[int, ...]:
+    """Chosen experts, groups and chosen groups, which are in the name only; or chosen experts. Empty: not
+    known."""
+    const, inputs = definition.const, set(definition.inputs)
+    if inputs == {*TENSORS, *SCALARS} and (found := ROUTING.search(definition.name)):
+        return tuple(map(int, found.groups()))
+    is_softmax = inputs == set(TENSORS) - {"routing_bias"} and "renorm" in definition.name
+    return (const["top_k"],) if is_softmax and "top_k" in const else ()
+
+
+def _num_experts(const: dict[str, int]) -> int:
+    return const.get("num_experts", const["num_local_experts"])
 
 
 def _make(
@@ -59,8 +72,8 @@ def _make(
     """Numbers of FP8 have about unit variance; scales undo the growth of sums. Experts without a token hold
     NaN."""
     inputs, const = Inputs(case.seed + 1000 * seed), definition.const
-    num_experts, num_local, hidden, size, num_blocks = (const[name] for name in SIZES)
-    block, n = hidden // num_blocks, case.num_tokens
+    num_local, hidden, size, num_blocks = (const[name] for name in SIZES)
+    block, n, num_experts = hidden // num_blocks, case.num_tokens, _num_experts(const)
 
     def scaled(*shape: int, scale_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         scale = (0.5 + inputs.uniform(*scale_shape)) * (1.0 if len(shape) == 2 else shape[-1] ** -0.5)
@@ -71,9 +84,12 @@ def _make(
         num_local, 2 * size, hidden, scale_shape=(num_local, 2 * size // block, num_blocks)
     )
     w2, w2_scale = scaled(num_local, hidden, size, scale_shape=(num_local, num_blocks, size // block))
+    order = torch.stack([inputs.permutation(num_experts) for _ in range(n)])  # no two are equal in bfloat16
+    logits = inputs.normal(n, num_experts) if len(routing) > 1 else 4.0 * order / num_experts - 2.0
+    bias = definition.inputs.get("routing_bias", definition.inputs["routing_logits"])
     tensors = {
-        "logits": inputs.normal(n, num_experts),
-        "bias": inputs.normal(num_experts, std=0.1, dtype=definition.inputs["routing_bias"].dtype),
+        "logits": logits.to(definition.inputs["routing_logits"].dtype),
+        "bias": inputs.normal(num_experts, std=0.1, dtype=bias.dtype),
         "x": x, "x_scale": x_scale, "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
     }  # fmt: skip
     constants = {
@@ -100,7 +116,14 @@ def _limit(expected: Tensors) -> Tolerance:
 
 def _weights(problem: Problem, mistake: str = "") -> torch.Tensor:
     """The share [num_tokens, num_experts] of each expert in the sum, float64: 0 for those not chosen."""
-    num_chosen, num_groups, kept_groups = problem.constants["routing"]
+    num_chosen, *groups_of = problem.constants["routing"]
+    if not groups_of:
+        logits = problem["logits"].cpu().double()
+        best_logits = logits.topk(num_chosen, -1)
+        shares = logits.softmax(-1).gather(1, best_logits.indices)
+        shares = shares if mistake == "sum" else best_logits.values.softmax(-1)
+        return torch.zeros_like(logits).scatter_(1, best_logits.indices, shares)
+    num_groups, kept_groups = groups_of
     scores = problem["logits"].cpu().double().sigmoid()
     biased = scores if mistake == "no bias" else scores + problem["bias"].cpu().double()
     groups = biased.unflatten(1, (num_groups, -1))
@@ -152,3 +175,7 @@ SUSPECTS = {
     "silu is applied to the first half of gemm1": partial(_experts, mistake="swapped"),
     "local_expert_offset is ignored": partial(_experts, mistake="offset"),
 }
+OF_ANY_ROUTING = (
+    "the weights of the chosen experts are not normalised",
+    "silu is applied to the first half of gemm1",
+)

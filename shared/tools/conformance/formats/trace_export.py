@@ -15,19 +15,14 @@ import torch
 
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
-from diptych.shared.tools.conformance.formats.trace_check import (
-    convention_of,
-    device_text,
-    read_off,
-    reference_of,
-    sources_of,
-)
+from diptych.shared.tools.conformance.formats.trace_check import convention_of, device_text, read_off
 from diptych.shared.tools.conformance.formats.trace_files import (
     Definition,
     Solution,
     read_definition,
     read_solution,
 )
+from diptych.shared.tools.conformance.formats.trace_functions import reference_of, sources_of
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.formats.trace_ops import op_of
 from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
@@ -67,7 +62,10 @@ def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) 
         if op_type in OWN:
             solutions.append(_solution(folder, definition, OWN[op_type].lstrip(), AUTHOR))
         reference = reference_of(definition)
-        with sources_of(reference) as (target, place), ChildFunction(target, folder=place) as judge:
+        with (
+            sources_of(definition, reference) as (target, place),
+            ChildFunction(target, folder=place) as judge,
+        ):
             op = op_of(definition, read_off(definition, judge))
             assert op is not None
             problems = [op.like.make(case, True, seed) for case in op.like.cases]
@@ -125,7 +123,10 @@ def _workload(folder: Path, definition: Definition, op: TraceOp, problem: Proble
 def _evaluations(
     judge: ChildFunction, definition: Definition, solution: Solution, op: TraceOp, problems: list[Problem]
 ) -> Iterator[dict[str, Any]]:
-    with sources_of(solution) as (target, folder), ChildFunction(target, folder=folder) as function:
+    with (
+        sources_of(definition, solution) as (target, folder),
+        ChildFunction(target, folder=folder) as function,
+    ):
         convention = convention_of(definition, solution, op)
         ours = convention_of(definition, reference_of(definition), op)
         for problem in problems:

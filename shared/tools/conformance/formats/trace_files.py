@@ -20,10 +20,11 @@ LANGUAGES = ("python", "triton")
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a Definition. `shape`: names of axes; None: a scalar."""
+    """A tensor of a Definition. `shape`: names of axes; None: a scalar. `is_optional`: None may be passed."""
 
     shape: tuple[str, ...] | None
     dtype: torch.dtype
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Definition:
 
 @dataclass(frozen=True)
 class Solution:
-    """`sources`: path -> text. `is_dps`: outputs are arguments, after the inputs."""
+    """`sources`: path -> text. `is_dps`: outputs are arguments, after the inputs; None: not said."""
 
     name: str
     definition: str
     sources: Mapping[str, str]
     file: str
     function: str
-    is_dps: bool = True
+    is_dps: bool | None = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def read_definition(path: Path) -> Definition:
         }
         inputs, outputs = ({name: _spec(path, name, each) for name, each in data[kind].items()}
                            for kind in ("inputs", "outputs"))  # fmt: skip
-        definition = Definition(data["name"], data["op_type"], axes, inputs, outputs, data["reference"])
+        op_type = data["op_type"] if "op_type" in data else data["type"]  # drafts of the format
+        definition = Definition(data["name"], op_type, axes, inputs, outputs, data["reference"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is no Definition of FlashInfer Trace: {error!r} is missing or wrong"
@@ -100,7 +102,8 @@ def _spec(path: Path, name: str, data: Mapping[str, Any]) -> Spec:
     if data["dtype"] not in DTYPES:
         raise ValueError(f"{path}: dtype of {name} is {data['dtype']!r}; known are {', '.join(DTYPES)}")
     shape = data["shape"]
-    return Spec(tuple(shape) if shape else None, getattr(torch, data["dtype"]))
+    is_optional = bool(data.get("optional", False))
+    return Spec(tuple(shape) if shape else None, getattr(torch, data["dtype"]), is_optional)
 
 
 def read_solution(path: Path) -> Solution:
@@ -117,7 +120,7 @@ def read_solution(path: Path) -> Solution:
             sources,
             file,
             function,
-            spec.get("destination_passing_style", True),
+            spec.get("destination_passing_style"),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(

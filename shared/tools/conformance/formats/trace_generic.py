@@ -20,6 +20,8 @@ from diptych.shared.tools.conformance.kernels.problem import Like, Problem
 SIZES = (1, 3, 8)
 """Of a variable axis, one for each case without a Workload."""
 PAGES = 64
+POOLS = ("pool_size", "cache_size")
+"""Ends of the names of axes that count states, of which a batch uses some."""
 SCALARS: Mapping[str, Any] = {"local_expert_offset": 0, "routed_scaling_factor": 2.5, "use_qk_l2norm": True}
 RMS = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 Run = Callable[[TraceOp, Problem], dict[str, torch.Tensor]]
@@ -70,27 +72,38 @@ def _axes(definition: Definition, n: int) -> dict[str, int]:
     """Sizes of all axes: of offsets, one more than there are sequences."""
     sizes = {}
     for name, size in definition.axes.items():
-        is_offsets, is_pool = name.startswith("len_"), name == "num_pages"
-        sizes[name] = size if size is not None else PAGES if is_pool else n + 1 if is_offsets else n
+        is_larger = name.startswith("len_") or name.endswith(POOLS)
+        sizes[name] = size if size is not None else PAGES if name == "num_pages" else n + is_larger
     return sizes
 
 
 def _values(definition: Definition, workload: Workload, seed: int) -> dict[str, Any]:
     inputs, device = Inputs(seed), check_device()
     sizes = {**definition.const, **workload.axes}
-    values = {}
+    values: dict[str, Any] = {}
     for name, spec in definition.inputs.items():
         given = workload.values.get(name)
-        if isinstance(given, torch.Tensor):
+        if spec.is_optional and given is None:
+            values[name] = None
+        elif isinstance(given, torch.Tensor):
             values[name] = given.to(device)
         elif given is not None:
             values[name] = given
         elif spec.shape is None:
-            first = next(each for each in definition.inputs.values() if each.shape)
-            values[name] = SCALARS.get(name, definition.shape_of(first, sizes)[-1] ** -0.5)
+            values[name] = _scalar(definition, name, spec, sizes)
         else:
             values[name] = _random(name, spec, definition.shape_of(spec, sizes), sizes, inputs)
     return values
+
+
+def _scalar(definition: Definition, name: str, spec: Spec, sizes: Mapping[str, int]) -> Any:
+    """A factor is about one over the root of the first input's last dimension."""
+    if name in SCALARS:
+        return SCALARS[name]
+    if not spec.dtype.is_floating_point:
+        return spec.dtype == torch.bool or 1
+    shapes = [definition.shape_of(each, sizes) for each in definition.inputs.values() if each.shape]
+    return (shapes[0][-1] if shapes else 1) ** -0.5
 
 
 def _random(
@@ -99,7 +112,8 @@ def _random(
     if "indptr" in name or "seqlens" in name:
         total = next((sizes[each] for each in _totals(name) if each in sizes), shape[0] - 1)
         return torch.linspace(0, total, shape[0]).floor().to(check_device(), spec.dtype)
-    num_slots = sizes.get("num_pages", PAGES) * (sizes.get("page_size", 1) if "sparse" in name else 1)
+    pools = [size for axis, size in sizes.items() if axis.endswith(POOLS)] or [sizes.get("num_pages", PAGES)]
+    num_slots = pools[0] * (sizes.get("page_size", 1) if "sparse" in name else 1)
     if spec.dtype == torch.bool:
         return inputs.integers(2, *shape, dtype=torch.bool)
     if not spec.dtype.is_floating_point:
@@ -108,6 +122,12 @@ def _random(
             return inputs.integers(most, *shape, dtype=spec.dtype) + 1
         if spec.dtype == torch.int8:  # bytes of FP8 numbers and scales
             return inputs.normal(*shape).to(torch.float8_e4m3fn).view(torch.int8)
+        if name == "topk_ids" and spec.dtype == torch.int32:  # an expert, and its weight in bfloat16
+            experts = inputs.integers(sizes.get("num_experts", 1), *shape, dtype=spec.dtype)
+            weights = (0.25 + 0.5 * inputs.uniform(*shape)).bfloat16().view(torch.int16)
+            return experts * 2**16 + weights.to(torch.int32)
+        if len(shape) == 1 and shape[0] <= num_slots:  # a slot for each
+            return inputs.permutation(num_slots)[: shape[0]].to(spec.dtype)
         return inputs.integers(num_slots, *shape, dtype=spec.dtype)
     if name in ("g", "beta") or "scale" in name:
         return (0.5 + 0.5 * inputs.uniform(*shape)).to(spec.dtype)

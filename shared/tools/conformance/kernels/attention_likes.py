@@ -170,13 +170,14 @@ def page_tables(batch: AttentionBatch) -> dict[str, torch.Tensor]:
 
 
 def make_mla(case: MLACase, takes_scale: bool, seed: int = 0) -> Problem:
-    """q [batch, num_qo_heads, kv_lora_rank + qk_rope_head_dim], with W_k absorbed; k [num_pages, page_size,
-    1, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank numbers are the values too."""
+    """q [num_tokens, num_qo_heads, kv_lora_rank + qk_rope_head_dim], with W_k absorbed; k [num_pages,
+    page_size, 1, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank numbers are the values too."""
     case = replace(case, seed=case.seed + seed)
     batch = case.make()
     rank, row_size = case.kv_lora_rank, case.kv_lora_rank + case.qk_rope_head_dim
     k = batch.kv_pool.k_buffer(LAYER_ID).view(-1, case.page_size, 1, row_size)
-    q = Inputs(case.seed + 2).normal(len(case.requests), case.num_qo_heads, row_size, dtype=case.dtype)
+    num_tokens = sum(case.extend_seq_lens)
+    q = Inputs(case.seed + 2).normal(num_tokens, case.num_qo_heads, row_size, dtype=case.dtype)
     constants = {"scale": batch.layer.scale, "window": -1, "rank": rank}
     return Problem(
         case.name,
