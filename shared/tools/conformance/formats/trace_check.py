@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +30,7 @@ from diptych.shared.tools.conformance.kernels.calls import unwritten
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.functions import Raised
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
+from diptych.shared.tools.conformance.kernels.one_call import sentence
 from diptych.shared.tools.conformance.kernels.problem import Call, Convention, Problem
 from diptych.shared.tools.conformance.kernels.run import SECONDS, check_kernel
 
@@ -50,38 +53,38 @@ def check_solution(
 ) -> list[Report]:
     """The reports on the Definition's reference and on the Solution. `workloads`: the cases of an operation
     whose exact result is not known."""
-    reference = reference_of(definition)
-    with (
-        sources_of(definition, reference) as (target, folder),
-        ChildFunction(target, seconds, ends_at, folder) as judge,
-    ):
+    reference, reports = reference_of(definition), []
+    with ExitStack() as stack:
+        target, folder = stack.enter_context(sources_of(definition, reference))
+        judge = stack.enter_context(ChildFunction(target, seconds, ends_at, folder))
+        judge.start()
         op = op_of(definition, read_off(definition, judge))
         is_known = op is not None
         if op is not None:
-            reports = [_checked(judge, definition, reference, op, seconds, seed)]
-        elif solution is None:
+            if solution is not None:  # half of the time is left for it
+                judge.ends_at = min(ends_at, (ends_at + time.monotonic()) / 2)
+            reports.append(_checked(judge, definition, reference, op, seconds, seed))
+            stack.close()  # its memory, too
+        elif solution is not None:
+            op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
+            op = with_cases_of_reference(definition, op)
+        if op is None:
             raise ValueError(
                 f"{definition.name}: {why_unknown(definition)}: name a Solution, which is compared with the "
                 "reference"
             )
-        else:
-            reports = []
-            op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
-            op = with_cases_of_reference(definition, op)
-        if solution is not None:
-            with (
-                sources_of(definition, solution) as (target, folder),
-                ChildFunction(target, seconds, ends_at, folder) as function,
-            ):
-                report = _checked(function, definition, solution, op, seconds, seed)
-            if inputs_of(definition, solution) != tuple(definition.inputs):
-                report.notes.append(BY_NAME)
-            if not is_known:
-                report.notes.append(PROPERTIES_ONLY.format(why_unknown(definition)))
-            elif reports[0].status:
-                report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
-            reports.append(report)
-    return reports
+        if solution is None:
+            return reports
+        target, folder = stack.enter_context(sources_of(definition, solution))
+        function = stack.enter_context(ChildFunction(target, seconds, ends_at, folder))
+        report = _checked(function, definition, solution, op, seconds, seed)
+    if inputs_of(definition, solution) != tuple(definition.inputs):
+        report.notes.append(BY_NAME)
+    if not is_known:
+        report.notes.append(PROPERTIES_ONLY.format(why_unknown(definition)))
+    elif reports[0].status:
+        report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
+    return [*reports, report]
 
 
 def with_cases_of_reference(definition: Definition, op: TraceOp) -> TraceOp:
@@ -91,12 +94,12 @@ def with_cases_of_reference(definition: Definition, op: TraceOp) -> TraceOp:
         try:
             assert op.like.make(case, True, 0).expected
             cases.append(case)
-        except (Raised, Mismatch, ValueError) as raised:
-            error = raised
+        except Mismatch as mismatch:
+            error = sentence(mismatch)
     if not cases:
         raise ValueError(
-            f"{definition.name}: the Definition's reference fails on all inputs that are made by names and "
-            f"types: {error}. Name others: --workload"
+            f"{definition.name}: no inputs that are made by names and types can be compared: {error}. Name "
+            "others: --workload"
         )
     return replace(op, like=replace(op.like, cases=tuple(cases), timed=lambda _: tuple(cases[-1:])))
 
@@ -117,9 +120,12 @@ def _checked(
 def results_of(
     function: ChildFunction, definition: Definition, solution: Solution, op: TraceOp, problem: Problem
 ) -> dict[str, torch.Tensor]:
-    """What the function returns, in float64 on the CPU."""
+    """What the function returns, in float64 on the CPU. Raises `Mismatch` if it fails."""
     made = convention_of(definition, solution, op).build(problem)
-    results = made.results(function.call(made).value)
+    try:
+        results = made.results(function.call(made).value)
+    except (Raised, ValueError, TypeError) as error:
+        raise Mismatch(f"the Definition's reference fails: {error}") from None
     return {name: each.cpu().double() for name, each in results.items()}
 
 

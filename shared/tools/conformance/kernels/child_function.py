@@ -77,7 +77,6 @@ class ChildFunction:
         """Loads the function. Raises `ValueError` if there is none."""
         if self._is_started:
             return
-        self._is_started = True
         device = str(check_device())
         memory = _half_of_memory() if device == "cpu" else 0
         paths = [self.folder, *sys.path] if self.folder else sys.path
@@ -89,6 +88,7 @@ class ChildFunction:
             raise ValueError(f"{self.target} cannot be loaded: {answer['error']} ({answer['place']})")
         if answer.get("refusal"):
             raise ValueError(answer["refusal"])
+        self._is_started = True
         self._raise_conduct(answer)
 
     def bind(self, made: Call) -> tuple[str, str] | None:

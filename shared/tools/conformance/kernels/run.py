@@ -127,8 +127,8 @@ def check_problem(
             history.add(each.problem, each.results or {}, f"{problem.name}: {each.contents}")
     if verdict.refusal is not None:
         return verdict
-    verdict.allowed = problem.tolerance.rms
     try:
+        verdict.allowed = problem.tolerance.rms
         for each in made:
             _check_call(each, like, made, verdict, history)
         verdict.reports = observations(like, problem, {each.what: each.results or {} for each in made})
