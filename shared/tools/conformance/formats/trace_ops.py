@@ -37,7 +37,7 @@ def op_of(definition: Definition, read: float | None) -> TraceOp | None:
 
 
 def why_unknown(definition: Definition) -> str:
-    """Of an operation that `op_of` does not know."""
+    """Returns the reason why `op_of` gives None."""
     if definition.op_type not in OPS:
         return f"the exact result of {definition.op_type} is not known"
     return FORMS.get(
