@@ -46,8 +46,8 @@ def case_of(file: str, test: str) -> Case:
 def cases_of(report: Path) -> Iterator[tuple[Case, int]]:
     """The tests of a report in JUnit XML, and how each ended."""
     for each in ElementTree.parse(report).iter("testcase"):
-        if "file" not in each.attrib:
-            continue  # a file that could not be imported: its tests count as not run
+        if "file" not in each.attrib or each.get("classname") == "":
+            continue  # a file that could not be imported, or that was skipped: its tests count as not run
         ends = {child.tag for child in each}
         end = FAILED if ends & {"failure", "error"} else NOT_RUN if "skipped" in ends else PASSED
         yield case_of(each.attrib["file"], each.attrib["name"]), end

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+pytest.importorskip("gguf")  # a package of the tests, which a computer with a GPU may not have
+
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 
