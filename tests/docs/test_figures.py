@@ -34,11 +34,6 @@ def test_files_and_names_agree() -> None:
     assert {path.name for path in FOLDER.glob("*.[sj][vs]*")} == set(FILES)
 
 
-@each_figure
-def test_a_page_includes_it(name: str) -> None:
-    assert [path for path, page in PAGES.items() if f'--8<-- "docs/figures/{name}.html"' in page]
-
-
 @pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".svg")])
 def test_the_readme_shows_it(file: str) -> None:
     """A file of its own has its style in it, and is well-formed."""
@@ -76,12 +71,9 @@ def estimated_end(text: ElementTree.Element) -> float:
 
 
 @each_figure
-def test_no_outside_asset(name: str) -> None:
+def test_a_page_includes_it_and_has_its_styles(name: str) -> None:
+    assert [path for path, page in PAGES.items() if f'--8<-- "docs/figures/{name}.html"' in page]
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|<img|@import|url\(", text_of(name))
-
-
-@each_figure
-def test_classes_are_in_the_stylesheet(name: str) -> None:
     styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
     used = {each for value in re.findall(r'class="([^"]*)"', text_of(name)) for each in value.split()}
     assert {each for each in used if f".{each}" not in styles} <= {"steps"}
@@ -127,7 +119,3 @@ def test_steps_have_texts() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no figure is named"):
         main(["no_such_figure"])
-
-
-def test_size() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 1_000_000
