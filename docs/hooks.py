@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file by 
 
 from docs.figures import five_requests, sheets
 from docs.generators.expand import expand
-from docs.generators.notebook_pages import NOTEBOOKS, page_of
+from docs.generators.notebook_pages import page_of
+from docs.generators.record_notebooks import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
 RUN = "course/run.html"

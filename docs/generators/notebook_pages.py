@@ -12,12 +12,8 @@ import json
 import re
 from pathlib import Path
 
-from docs.generators import gpu_cells
+from docs.generators.record_notebooks import FOLDER, HEADING, NOTEBOOKS, gpu_cells, name_of
 from notebooks import gpu
-
-ROOT = Path(__file__).parents[2]
-NOTEBOOKS = ROOT / "notebooks"
-OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
 
 _PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
 _PREDICT = re.compile(r"\bPredict\b")
@@ -36,20 +32,20 @@ def page_of(path: Path, repository: str = "") -> str:
     """The Markdown of a notebook: its texts, its cells, and what was recorded for each cell, with a link to
     Colab if the repository has a public address."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    recorded = iter(json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8")))
-    has_gpu = any(name in gpu.record() for name in gpu_cells.gpu_cells(path))
+    recorded = iter(json.loads((FOLDER / f"{path.stem}.json").read_text(encoding="utf-8")))
+    has_gpu = any(name in gpu.record() for name in gpu_cells(path))
     is_question = False  # whether the text above asks for a prediction
     parts = ["---\nsearch: {exclude: true}\n---"]
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
-        if source.startswith(gpu_cells.HEADING) and not has_gpu:
+        if source.startswith(HEADING) and not has_gpu:
             break
         if cell["cell_type"] == "markdown":
             parts.append(_PAGE.sub(r"[`docs/\1`](../\1)", source))
             is_question = bool(_PREDICT.search(source))
             continue
         parts.append(f"~~~python\n{source}\n~~~")
-        gpu_cell = gpu_cells.name_of(source)
+        gpu_cell = name_of(source)
         if gpu_cell is None:
             outputs = list(map(_output, next(recorded)["outputs"]))
         else:

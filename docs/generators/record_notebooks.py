@@ -7,22 +7,31 @@
 
 A file has the source and the outputs of each code cell: texts, and pictures as SVG. Times depend on the
 computer. GPU cells need no Jupyter and have a file of their own, docs/samples/gpu-cells.json.
+
+A GPU cell calls `on_gpu("its name")`, or `on_gpu("its name", 2)` if it needs two GPUs. It imports what it
+uses, so it runs without the cells before it.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from docs.generators import gpu_cells
+from notebooks import gpu
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 FOLDER = ROOT / "docs" / "samples" / "notebooks"
+
+HEADING = "## On a GPU\n"
+"""Of the last section of a notebook, which has all GPU cells."""
 
 PREPARE = """
 %config InlineBackend.figure_formats = ["svg"]
@@ -30,6 +39,26 @@ import matplotlib
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "diptych"})
 """
 """Run before the cells of a notebook that draws."""
+
+_CALL = re.compile(r'\bon_gpu\("([^"]+)"(?:, (\d+))?\)')
+
+
+def name_of(source: str) -> str | None:
+    """The name of a GPU cell; None for another cell."""
+    found = _CALL.search(source)
+    return found.group(1) if found else None
+
+
+def gpu_cells(notebook: Path) -> dict[str, str]:
+    """The sources of a notebook's GPU cells by name, in order."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return {name: source for source in sources if (name := name_of(source)) is not None}
+
+
+def num_gpus_of(source: str) -> int:
+    found = _CALL.search(source)
+    return int(found.group(2) or 1) if found else 0
 
 
 def record(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +68,7 @@ def record(path: Path) -> list[dict[str, Any]]:
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells = [cell for cell in notebook.cells if gpu_cells.name_of(cell.source) is None]
+    notebook.cells = [cell for cell in notebook.cells if name_of(cell.source) is None]
     if "drawing" in path.read_text(encoding="utf-8"):
         notebook.cells.insert(0, nbformat.v4.new_code_cell(PREPARE))
     resources = {"metadata": {"path": str(path.parent)}}
@@ -66,15 +95,51 @@ def outputs_of(cell: Any) -> list[dict[str, str]]:
     return found
 
 
+def record_gpu_cells(names: list[str]) -> None:
+    """Runs these GPU cells and writes their record; without names, those that are not recorded and for which
+    there are enough GPUs. A cell that fails keeps its record; its traceback is printed."""
+    import torch
+
+    sources = {
+        name: source for path in sorted(NOTEBOOKS.glob("*.ipynb")) for name, source in gpu_cells(path).items()
+    }
+    cells = {name: cell for name, cell in gpu.record().items() if name in sources}
+    missing = [
+        name
+        for name, source in sources.items()
+        if cells.get(name, {}).get("source") != source and num_gpus_of(source) <= torch.cuda.device_count()
+    ]
+    failed = []
+    for name in names or missing:
+        start, source = time.perf_counter(), sources[name]
+        count, card = num_gpus_of(source), torch.cuda.get_device_name()
+        facts = {"gpu": card if count == 1 else f"{count} x {card}", "torch": torch.__version__}
+        try:
+            cells[name] = {"source": source, "text": run(source), **facts, "date": str(datetime.date.today())}
+        except subprocess.CalledProcessError:
+            failed.append(name)
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    in_order = {name: cells[name] for name in sources if name in cells}
+    gpu.RECORD.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def run(source: str) -> str:
+    """What a cell prints in a process of its own. Raises `CalledProcessError` if it fails."""
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, cwd=NOTEBOOKS, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def main(names: list[str]) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if names[:1] == ["--gpu"]:
-        gpu_cells.record(names[1:])
+        record_gpu_cells(names[1:])
         return
     paths = {path.stem: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
     wrong = sorted(set(names) - set(paths))
     if wrong:
         raise SystemExit(f"no notebook {', '.join(wrong)}; there are {', '.join(paths)}")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     FOLDER.mkdir(exist_ok=True)
     for name in names or paths:
         start = time.perf_counter()

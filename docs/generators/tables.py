@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docs.generators.classes import Field, fields_of, named, summary
+from docs.generators.classes import ROOT, Field, fields_of, named, summary
 
 Notes = dict[str, str]
-
-KERNEL_CHECKS = Path(__file__).parents[2] / "tests" / "kernel_check"
-
 
 _NOTE = re.compile(r"(\S+): (.*)")
 
@@ -143,9 +139,10 @@ def flags(group: str, *more: str) -> str:
 
 def tolerances() -> str:
     """The table of diptych.shared.tools.conformance.clauses.tolerance, with its reasons below."""
-    found = importlib.import_module("diptych.shared.tools.conformance.clauses.tolerance")
-    rows: list[list[object]] = [["exact", "any", 0, 0, 0, found.EXACT.reason]]
-    for kind, by_dtype in found.TABLE.items():
+    from diptych.shared.tools.conformance.clauses.tolerance import EXACT, TABLE
+
+    rows: list[list[object]] = [["exact", "any", 0, 0, 0, EXACT.reason]]
+    for kind, by_dtype in TABLE.items():
         for i, (dtype, row) in enumerate(by_dtype.items()):
             numbers = [f"{value:.2g}" for value in (row.atol, row.rtol, row.rms)]
             is_new = i == 0 or row.reason != list(by_dtype.values())[i - 1].reason
@@ -154,18 +151,18 @@ def tolerances() -> str:
 
 
 def near_ties() -> str:
-    found: dict[Any, float] = importlib.import_module(
-        "diptych.shared.tools.conformance.clauses.tolerance"
-    ).NEAR_TIE
-    return table(["dtype", "Gap of logits"], [[_dtype(dtype), gap] for dtype, gap in found.items()], "lr")
+    from diptych.shared.tools.conformance.clauses.tolerance import NEAR_TIE
+
+    return table(["dtype", "Gap of logits"], [[_dtype(dtype), gap] for dtype, gap in NEAR_TIE.items()], "lr")
 
 
 def accuracy_limits() -> str:
     """What each number format may lose, and why."""
-    limits = importlib.import_module("diptych.shared.tools.conformance.whole_engine.accuracy").LIMITS
+    from diptych.shared.tools.conformance.whole_engine.accuracy import LIMITS
+
     rows = [
         [f"`{name}`", f"{limit.exact:.0%}", f"{limit.perplexity:.1%}", limit.logprob, cell(limit.reason)]
-        for name, limit in limits.items()
+        for name, limit in LIMITS.items()
     ]
     return table(["Format", "Exact match", "Perplexity", "Logprob", "Reason"], rows, "lrrrl")
 
@@ -184,8 +181,7 @@ def server_checks(group: str) -> str:
 
 def server_results() -> str:
     """What each check of chat says about other servers, from the recorded run."""
-    path = Path(__file__).parents[1] / "samples" / "servers" / "chat.json"
-    found: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, str]] = read("docs/samples/servers/chat.json")
     names = dict.fromkeys(name for statuses in found.values() for name in statuses)
     rows = [[code(name), *(statuses.get(name, "") for statuses in found.values())] for name in names]
     return table(["Check", *found], rows)
@@ -193,32 +189,29 @@ def server_results() -> str:
 
 def server_faults() -> str:
     """Planted faults of a server's chat: the check that names each, and what measures of calls find."""
-    path = Path(__file__).parents[2] / "tests" / "server_check" / "vendor_style.json"
-    rows = [
-        [cell(row["what"]), code(row["check"]), row["by"] or "missed"]
-        for row in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    found = read("tests/server_check/vendor_style.json")
+    rows = [[cell(row["what"]), code(row["check"]), row["by"] or "missed"] for row in found]
     return table(["Fault", "`diptych check server`", "K2's measures"], rows)
+
+
+def read(path: str) -> Any:
+    """A file of JSON, by its path in the repository."""
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _module_of(decoder: str, classes: Mapping[str, str]) -> str:
-    """A cell: the module of a family's class in a panel, if it has one."""
-    return code(classes[decoder].partition(":")[0]) if decoder in classes else "refused"
-
-
 def families() -> str:
     """The architectures of config.json, and the module that each panel has for them."""
+    from diptych.optimized import models as optimized
+    from diptych.reference import models as reference
     from diptych.shared.config.families import FAMILIES
 
-    panels = [
-        importlib.import_module(f"diptych.{name}.models").CLASSES for name in ("reference", "optimized")
-    ]
+    panels = (reference.CLASSES, optimized.CLASSES)
     rows = [
-        [f"`{name}`", *(_module_of(family.decoder, classes) for classes in panels)]
+        [f"`{name}`", *(code(each.get(family.decoder, "").partition(":")[0]) or "refused" for each in panels)]
         for name, family in FAMILIES.items()
     ]
     return table(["Architecture", "Reference", "Optimized"], rows)
@@ -283,9 +276,9 @@ def dialects() -> str:
 def cheats() -> str:
     """Planted patterns of the kernel checker, what finds them, in how many operations they are named, and
     which of other checks find them."""
-    peers = json.loads((KERNEL_CHECKS / "peers.json").read_text(encoding="utf-8"))["found"]
+    peers = read("tests/kernel_check/peers.json")["found"]
     rows = []
-    for number, row in json.loads((KERNEL_CHECKS / "cheats.json").read_text(encoding="utf-8")).items():
+    for number, row in read("tests/kernel_check/cheats.json").items():
         found = [each for each in row["found"].values() if each != "NOT NAMED"]
         count = f"{len(found)} of {len(row['found'])}"
         others = peers.get(number, dict.fromkeys(peers["1"], "not wrong"))
@@ -297,16 +290,10 @@ def cheats() -> str:
 
 def honest_kernels() -> str:
     """Checks of right kernels with many seeds."""
-    rows = [
-        (
-            f"`{row['like']}`",
-            ", ".join(row["functions"]),
-            row["seeds"],
-            f"{row['checks']:,}",
-            len(row["alarms"]),
-        )
-        for row in json.loads((KERNEL_CHECKS / "honest_runs.json").read_text(encoding="utf-8"))
-    ]
+    rows = []
+    for row in read("tests/kernel_check/honest_runs.json"):
+        counts = (row["seeds"], f"{row['checks']:,}", len(row["alarms"]))
+        rows.append((code(row["like"]), ", ".join(row["functions"]), *counts))
     return table(("Operation", "Functions", "Seeds", "Cases checked", "False alarms"), rows, "llrrr")
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mkdocs")
-from docs.generators import gpu_cells, notebook_pages
-from docs.generators.gpu_cells import HEADING, name_of
-from docs.generators.notebook_pages import OUTPUTS, page_of
+from docs.generators import record_notebooks
+from docs.generators.notebook_pages import _colab_link, page_of
+from docs.generators.record_notebooks import FOLDER, HEADING, gpu_cells, name_of
 from notebooks.gpu import record, recorded
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-GPU_CELLS = {path: gpu_cells.gpu_cells(path) for path in NOTEBOOKS}
+GPU_CELLS = {path: gpu_cells(path) for path in NOTEBOOKS}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -29,7 +29,7 @@ def sources_of(path: Path) -> list[tuple[str, str]]:
 @each_notebook
 def test_page_has_every_cell_with_its_recorded_output(path: Path) -> None:
     cells = [source for kind, source in sources_of(path) if kind == "code" and name_of(source) is None]
-    found = json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8"))
+    found = json.loads((FOLDER / f"{path.stem}.json").read_text(encoding="utf-8"))
     assert [cell["source"] for cell in found] == cells, f"docs.generators.record_notebooks {path.stem}"
     assert any(cell["outputs"] for cell in found)
     page, gpu = page_of(path), GPU_CELLS[path]
@@ -44,11 +44,11 @@ def test_page_has_every_cell_with_its_recorded_output(path: Path) -> None:
 
 
 def test_every_record_has_a_notebook() -> None:
-    assert {path.stem for path in OUTPUTS.glob("*.json")} == {path.stem for path in NOTEBOOKS}
+    assert {path.stem for path in FOLDER.glob("*.json")} == {path.stem for path in NOTEBOOKS}
 
 
 def test_gpu_cells_run_alone(tmp_path: Path) -> None:
-    """`gpu_cells.record` runs each in a process of its own."""
+    """Each runs in a process of its own."""
     cells = [cell for gpu in GPU_CELLS.values() for cell in gpu.items()]
     assert len(cells) == len(dict(cells)), "two GPU cells of one name"
     for name, source in cells:
@@ -56,7 +56,7 @@ def test_gpu_cells_run_alone(tmp_path: Path) -> None:
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", str(tmp_path)]
     result = subprocess.run(ruff, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
-    assert gpu_cells.run("n = 2\ndef square(x):\n    return x * n\nprint(square(3))") == "6\n"
+    assert record_notebooks.run("n = 2\ndef square(x):\n    return x * n\nprint(square(3))") == "6\n"
     found = {name: cell["source"] for name, cell in record().items()}
     assert found.items() <= dict(cells).items(), "python -m docs.generators.record_notebooks --gpu"
     assert all({"text", "gpu", "torch", "date"} < set(cell) for cell in record().values())
@@ -74,7 +74,7 @@ def test_gpu_cells_are_the_last_section_and_all_recorded_or_none(path: Path) -> 
 
 
 def test_colab_opens_notebooks_of_github() -> None:
-    link = notebook_pages._colab_link("05_radix_cache", "https://github.com/someone/diptych")
+    link = _colab_link("05_radix_cache", "https://github.com/someone/diptych")
     assert "/github/someone/diptych/blob/main/notebooks/05_radix_cache.ipynb" in link
-    assert notebook_pages._colab_link("05_radix_cache", "https://example.org/diptych") == ""
-    assert notebook_pages._colab_link("05_radix_cache", "") == ""
+    assert _colab_link("05_radix_cache", "https://example.org/diptych") == ""
+    assert _colab_link("05_radix_cache", "") == ""
