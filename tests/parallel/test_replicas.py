@@ -151,11 +151,11 @@ def test_requests_are_refused_aborted_and_flushed_wherever_they_are(folders: dic
 def test_a_call_goes_to_the_replica_of_its_number(folders: dict[str, str]) -> None:
     _, controller = in_threads(make_config(folders["llama"]), 3)
     called: list[int] = []
-    for number, other in enumerate(controller.others, 1):
-        other.call = lambda data, number=number: called.append(number)
-    for replica in (0, 1, 2):
-        controller.call(replica, "abort", "unknown")
-    assert called == [1, 2]
+    for number, replica in enumerate(controller.replicas):
+        replica.call = lambda data, number=number: called.append(number)
+    for number in (0, 2, 1):
+        controller.call(number, "abort", "unknown")
+    assert called == [0, 2, 1]
 
 
 def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
@@ -186,7 +186,7 @@ def test_processes_and_a_replica_that_is_killed(tp: int, capfd: pytest.CaptureFi
     llm = LLM("tiny-dense", dp=2, tp=tp, dp_policy="round-robin", **flags)
     assert [output.text for output in llm.generate(prompts, **sampling)] == expected
     controller: Any = llm.scheduler
-    (other,) = controller.others
+    _, other = controller.replicas
     params = SamplingParams(max_new_tokens=300, ignore_eos=True)
     collectors = [llm.submit([1, 2, 3], params)[0] for _ in range(3)]
     llm.step()
@@ -202,37 +202,102 @@ def test_processes_and_a_replica_that_is_killed(tp: int, capfd: pytest.CaptureFi
     assert "replica 1 has ended with signal SIGKILL; 1 replicas are left" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("call", ["step", "add_request", "abort"])
-def test_the_first_replica_may_end_too(folders: dict[str, str], call: str) -> None:
-    """One of its ranks has ended. Once the other replica ends as well, so does the engine."""
-    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
-    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    first, second, third = (Req(rid, [1, 2, 3], params, 0) for rid in "abc")
-    controller.add_request(first)
-    controller.add_request(second)
-
-    def fail(*args: Any) -> Any:
-        raise EngineProcessEnded("rank 1 has ended")
-
-    setattr(controller.scheduler, call, fail)
-    controller.abort("a") if call == "abort" else None
-    controller.add_request(third)
+def ends_of(controller: Controller) -> dict[str, Any]:
+    """The reasons of the ends of all requests, by rid."""
     ends: dict[str, Any] = {}
     while controller.has_work():
         for output in controller.step():
             if output.finished_reason is not None:
                 ends[output.rid] = output.finished_reason
-    assert ends["a"] == FinishError("rank 1 has ended", 503)
-    assert ends["b"] == FinishLength(3)
-    assert ends["c"] == (FinishLength(3) if call != "step" else ends["a"])
+    return ends
+
+
+@pytest.mark.parametrize("call", ["step", "add_request", "abort"])
+def test_the_first_replica_may_end_too(folders: dict[str, str], call: str) -> None:
+    """One of its ranks has ended. Once the other replica ends as well, so does the engine."""
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+
+    def fail(*args: Any) -> Any:
+        raise EngineProcessEnded("rank 1 has ended")
+
+    setattr(controller.scheduler, call, fail)
+    for rid in "ab":
+        controller.add_request(Req(rid, [1, 2, 3], params, 0))
+    assert controller.abort("a")
+    lost = FinishError("replica 0 has ended: rank 1 has ended", 503)
+    assert ends_of(controller) == {"a": lost, "b": FinishLength(3)}
+    controller.add_request(Req("c", [1, 2, 3], params, 0))
+    assert ends_of(controller) == {"c": FinishLength(3)}
     assert controller.flush_cache()
-    controller.others[0].end()
+    controller.replicas[1].end()
     assert controller.has_work()
     for _ in range(2):
         with pytest.raises(EngineProcessEnded, match="replica 1"):
             controller.step()
     with pytest.raises(EngineProcessEnded, match="replica 1"):
         controller.add_request(Req("d", [1], params, 0))
+
+
+def test_an_error_in_the_first_replica_ends_it_alone(
+    folders: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
+    controller.scheduler.step = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    for rid in "ab":
+        controller.add_request(Req(rid, [1, 2, 3], params, 0))
+    ends = ends_of(controller)
+    assert ends["b"] == FinishLength(3)
+    assert "replica 0 has ended: ZeroDivisionError" in ends["a"].message
+    assert "1 replicas are left" in capfd.readouterr().err
+
+
+def test_the_others_answer_while_the_first_replica_is_stalled(folders: dict[str, str]) -> None:
+    """And when another one ends meanwhile."""
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 3)
+    first, goes_on = controller.scheduler, threading.Event()
+    step = first.step
+
+    def stalled() -> list[StepOutput]:
+        assert goes_on.wait(60)
+        return step()
+
+    first.step = stalled  # type: ignore[method-assign]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    for rid in "abcdef":
+        controller.add_request(Req(rid, [1, 2, 3], params, 0))
+    ends: dict[str, Any] = {}
+
+    def step_until(*rids: str) -> None:
+        while not ends.keys() >= set(rids):
+            ends.update({o.rid: o.finished_reason for o in controller.step() if o.finished_reason})
+
+    step_until("b", "c", "e", "f")
+    controller.replicas[1].end()
+    for rid in "ghi":
+        controller.add_request(Req(rid, [1, 2, 3], params, 0))
+    assert controller.replica_of["g"] == 0
+    while controller.num_replicas == 3:
+        controller.step()
+    step_until("i")
+    assert sorted(ends) == ["b", "c", "e", "f", "i"]
+    assert sorted(controller.replica_of) == ["a", "d", "g"]
+    goes_on.set()
+    step_until("a", "d", "g")
+    assert set(ends.values()) == {FinishLength(3)}
+
+
+def test_what_a_replica_refuses_has_an_end(folders: dict[str, str]) -> None:
+    """For example stop_regex, with several ranks in a replica."""
+    _, controller = in_threads(make_config(folders["llama"]), 2)
+
+    def refuse(req: Req) -> None:
+        raise ValueError("no regexes")
+
+    controller.scheduler.add_request = refuse  # type: ignore[method-assign]
+    controller.add_request(Req("a", [1, 2, 3], SamplingParams(max_new_tokens=3), 0))
+    assert ends_of(controller) == {"a": FinishAbort("no regexes", 400)}
 
 
 def test_a_burst_is_spread(folders: dict[str, str]) -> None:

@@ -37,6 +37,10 @@ class EngineProcessEnded(RuntimeError):
     """A process of the engine has ended. The engine cannot be used any more."""
 
 
+class InboxClosed(Exception):
+    """No call comes any more."""
+
+
 class Child:
     """A handle of another process, over a channel. `process`: None if this process has not started it."""
 
@@ -45,7 +49,7 @@ class Child:
         self.pipe = pipe
         self.process = process
         # End the child, without waiting, when this object is deleted or this process ends.
-        self._finalizer = weakref.finalize(self, _end, pipe, process)
+        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, _end, pipe, process)
 
     @classmethod
     def spawn(cls, name: str, main: Callable[..., None], *args: object) -> Child:
@@ -151,26 +155,40 @@ class Inbox:
         self.pipe = pipe
         self.leave = leave
         self.log = log
-        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self.is_ready = False
 
     def start(self, value: Any = None) -> None:
         """Tell the parent that this process is ready, and read calls from now on. What the start has made
         lives to the end of the process: no collection visits it again."""
-        self.is_ready = True
         gc.freeze()
         self.send(Ready(value))
+        self.listen()
+
+    def listen(self) -> None:
+        """Read calls from now on."""
+        self.is_ready = True
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def send(self, message: Answer) -> None:
         self.pipe.send(child_messages.encode(message))
 
     def calls(self, is_busy: bool) -> Iterator[Call]:
-        """The received calls; an idle process waits for one."""
+        """The received calls; an idle process waits for one. Raises `InboxClosed` after `close`."""
         if not is_busy:
-            yield self._calls.get()
+            yield self._next()
         while not self._calls.empty():
-            yield self._calls.get()
+            yield self._next()
+
+    def _next(self) -> Call:
+        call = self._calls.get()
+        if call is None:
+            raise InboxClosed
+        return call
+
+    def close(self) -> None:
+        """Let `calls` end."""
+        self._calls.put(None)
 
     def report(self, error: str = "") -> Report:
         return Report(stacks_of_all_threads(), error, self.log())

@@ -1,6 +1,7 @@
 """Data parallelism: replicas of the whole model, and a controller that assigns each request to a replica.
 
-The first replica works in this process, the others in processes of their own. Each may have several ranks.
+The first replica works in a thread of this process, the others in processes of their own. The controller
+sends calls to all of them and waits for none. Each replica may have several ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
@@ -23,14 +27,15 @@ from diptych.shared.engine.processes.child import (
     started,
 )
 from diptych.shared.engine.processes.child_messages import Report, StepReport, step_report
+from diptych.shared.engine.processes.child_thread import ChildThread
 from diptych.shared.engine.processes.devices import config_of_replica
-from diptych.shared.engine.processes.input_log import Call, Method, apply, encode, request_of
+from diptych.shared.engine.processes.input_log import Call, Method, apply, encode, req_of, request_of
 from diptych.shared.engine.processes.ranks import LeadScheduler
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.scheduling.admission import admit
-from diptych.shared.types import FinishError, Req, SpeculationStats, StepOutput
+from diptych.shared.types import FinishAbort, FinishError, Req, SpeculationStats, StepOutput
 
 Start = Callable[[EngineConfig], Assembly]
 Lost = Collection[int]
@@ -38,7 +43,7 @@ Lost = Collection[int]
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of a replica, which reads its weights."""
 POLL_SECONDS = 0.005
-"""Seconds that a step waits for outputs of other replicas if this process has no work."""
+"""Seconds that a step waits for outputs."""
 
 
 @dataclass
@@ -68,8 +73,11 @@ def choose_replica(policy: str, loads: Sequence[Load], last: int, lost: Lost = (
 
 
 class Controller(Scheduler):
-    """The scheduler of all replicas. Its step runs a step of the first replica and returns also the outputs
-    received from the others. If a replica ends, its requests end with an error, and the others go on."""
+    """The scheduler of all replicas. Its step returns the outputs that have come from them. If a replica
+    ends, its requests end with an error, and the others go on."""
+
+    steps_when_called = False
+    """Whether a replica makes a step only when the controller calls for one."""
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class Controller(Scheduler):
         grammars: GrammarCompiler,
         vocab_size: int,
         pool_size: int,
-        others: Sequence[Child],
+        replicas: Sequence[Child],
     ) -> None:
         """config: resolved. scheduler: of the first replica. pool_size: tokens of the smallest pool."""
         self.config = config
@@ -86,14 +94,13 @@ class Controller(Scheduler):
         self.grammars = grammars
         self.vocab_size = vocab_size
         self.pool_size = pool_size
-        self.others = others
-        self.loads = [Load() for _ in range(1 + len(others))]
+        self.replicas = replicas
+        self.loads = [Load() for _ in replicas]
         self.replica_of: dict[str, int] = {}  # by rid, of live requests
-        self._reqs: dict[str, Req] = {}  # of other replicas, until their first output
+        self._reqs: dict[str, Req] = {}  # until their first output
         self.lost: set[int] = set()  # replicas that have ended
-        self._ends: list[StepOutput] = []  # of requests of the first replica, for the next step
         self._last = -1
-        self._stats = [self.scheduler.stats()._replace(new_token_ratio=0.0) for _ in self.others]
+        self._stats = [scheduler.stats() for _ in replicas]
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:
@@ -104,15 +111,12 @@ class Controller(Scheduler):
         admit(req, self.vocab_size, self.config.context_len, self.pool_size)
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
-        while True:
-            chosen = choose_replica(self.config.dp_policy, self.loads, self._last, self.lost)
-            if self.call(chosen, "add_request", req.rid, req):
-                break
+        chosen = choose_replica(self.config.dp_policy, self.loads, self._last, self.lost)
+        self.call(chosen, "add_request", req.rid, req)
         self._last = chosen
         self.replica_of[req.rid] = chosen
         self.loads[chosen].num_tokens[req.rid] = len(req.origin_input_ids)
-        if chosen > 0:
-            self._reqs[req.rid] = req
+        self._reqs[req.rid] = req
 
     def abort(self, rid: str) -> bool:
         return self._call_home("abort", rid)
@@ -124,17 +128,11 @@ class Controller(Scheduler):
         """Raises `EngineProcessEnded`, now and in every later call, if all replicas have ended."""
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
-        outputs, self._ends = self._ends, []
-        is_busy = 0 not in self.lost and self.scheduler.has_work()
-        if is_busy:
-            try:
-                outputs += self.scheduler.step()
-            except EngineProcessEnded as error:
-                outputs += self.lose(0, str(error))
-        ready = readable(self.working, 0 if is_busy else POLL_SECONDS)
-        while ready:  # of several steps, if they are shorter than the first replica's
-            for other in ready:
-                outputs += self.receive(other)
+        outputs: list[StepOutput] = []
+        ready = readable(self.working, POLL_SECONDS)
+        while ready:  # of several steps, if they are short
+            for replica in ready:
+                outputs += self.receive(replica)
             ready = readable(self.working, 0)
         return self.counted(outputs)
 
@@ -151,14 +149,12 @@ class Controller(Scheduler):
 
     def has_work(self) -> bool:
         """True also if a replica has ended, so that `step` is called."""
-        if self.replica_of or self.problem is not None or (0 not in self.lost and self.scheduler.has_work()):
-            return True
-        return bool(readable(self.working, 0))
+        return bool(self.replica_of or self.problem is not None or readable(self.working, 0))
 
     def flush_cache(self) -> bool:
-        if self.replica_of or (0 not in self.lost and not self.scheduler.flush_cache()):
+        if self.replica_of:
             return False
-        for replica in range(1, len(self.loads)):
+        for replica in range(len(self.replicas)):
             self.call(replica, "flush_cache")  # one that has ended does not mind
         self._stats = [stats._replace(num_used_tokens=0, num_evictable_tokens=0) for stats in self._stats]
         return True
@@ -168,8 +164,8 @@ class Controller(Scheduler):
         return self.scheduler.state()
 
     def stats(self) -> SchedulerStats:
-        """Statistics summed over replicas; new_token_ratio is that of the first."""
-        each = [self.scheduler.stats(), *self._stats]
+        """Statistics of the latest reports, summed over replicas; new_token_ratio is that of the first."""
+        each = list(self._stats)
         for replica in self.lost:
             each[replica] = each[replica]._replace(
                 num_running=0, num_waiting=0, num_used_tokens=0, num_evictable_tokens=0
@@ -186,47 +182,37 @@ class Controller(Scheduler):
         replica = self.replica_of.get(rid)
         if replica is None:
             return False
-        return self.call(replica, method, rid)
-
-    def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
-        """Make a call. True: the first replica made it, or it was sent to another. False too if the first has
-        ended: the next step has the ends of its requests."""
-        if replica > 0:
-            request = request_of(req, self.grammars) if req is not None else None
-            self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
-            return True
-        try:
-            if req is None:
-                return bool(getattr(self.scheduler, method)(rid))
-            self.scheduler.add_request(req)
-        except EngineProcessEnded as error:
-            self._ends += self.lose(0, str(error))
-            return False
+        self.call(replica, method, rid)
         return True
+
+    def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> None:
+        """Send a call. If the replica has ended, the next step has the ends of its requests."""
+        request = request_of(req, self.grammars) if req is not None else None
+        self.replicas[replica].call(encode(Call(method, time.monotonic(), rid, request)))
 
     @property
     def working(self) -> list[Child]:
-        """The other replicas that have not ended."""
-        return [other for i, other in enumerate(self.others, 1) if i not in self.lost]
+        """The replicas that have not ended."""
+        return [replica for i, replica in enumerate(self.replicas) if i not in self.lost]
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        return 1 + len(self.others) - len(self.lost)
+        return len(self.replicas) - len(self.lost)
 
-    def receive(self, other: Child) -> list[StepOutput]:
+    def receive(self, replica: Child) -> list[StepOutput]:
         """The outputs of a replica's step, or the ends of its requests if it has ended."""
-        number, report, outputs = 1 + self.others.index(other), None, list[StepOutput]()
+        number, report, outputs = self.replicas.index(replica), None, list[StepOutput]()
         with contextlib.suppress(EOFError, OSError):
-            report = other.receive()
+            report = replica.receive()
             outputs = report.all_outputs() if isinstance(report, StepReport) else []
         if isinstance(report, StepReport):
-            self._stats[number - 1] = report.stats
+            self._stats[number] = report.stats
             for rid, (arrival_time, run_start_time) in report.start_times.items():
                 req = self._reqs.pop(rid, None)
                 if req is not None:
                     req.arrival_time, req.run_start_time = arrival_time, run_start_time
             return outputs
-        problem = other.describe_end()
+        problem = replica.describe_end()
         return self.lose(number, f"{problem}: {report.error}" if isinstance(report, Report) else problem)
 
     def lose(self, replica: int, problem: str) -> list[StepOutput]:
@@ -236,21 +222,21 @@ class Controller(Scheduler):
         print(f"error: {problem}; {self.num_replicas} replicas are left", file=sys.stderr, flush=True)
         if self.num_replicas == 0:
             raise self.ended(problem)
-        if replica > 0:
-            self.others[replica - 1].end()
-        elif isinstance(self.scheduler, LeadScheduler):
-            self.scheduler.end(problem)
+        self._end(replica, problem)
         load, reason = self.loads[replica], FinishError(problem, 503)
         return [StepOutput(rid, [], load.num_outputs.get(rid, 0), reason) for rid in load.num_tokens]
 
     def ended(self, problem: str) -> EngineProcessEnded:
         """End all replicas."""
         self.problem = problem
-        for other in self.others:
-            other.end()
-        if isinstance(self.scheduler, LeadScheduler):
-            self.scheduler.end(problem)
+        for replica in range(len(self.replicas)):
+            self._end(replica, problem)
         return EngineProcessEnded(problem)
+
+    def _end(self, replica: int, problem: str) -> None:
+        self.replicas[replica].end()
+        if replica == 0 and isinstance(self.scheduler, LeadScheduler):
+            self.scheduler.end(problem)  # its other ranks
 
 
 def assemble_replicas(config: EngineConfig, start: Start) -> Assembly:
@@ -279,8 +265,20 @@ def controlled(
 ) -> Controller:
     """The controller of the first replica and of others, whose pools have these sizes."""
     pool_size = min(first.parts.allocator.size, *pool_sizes)
+    serve = partial(_serve_first, first.scheduler, first.grammars, str(first.config.device))
+    thread = ChildThread("replica 0", partial(serve, controller.steps_when_called))
+    replicas = [thread, *others]
     vocab_size = first.model_config.vocab_size
-    return controller(config, first.scheduler, first.grammars, vocab_size, pool_size, others)
+    return controller(config, first.scheduler, first.grammars, vocab_size, pool_size, replicas)
+
+
+def _serve_first(
+    scheduler: Scheduler, grammars: GrammarCompiler, device: str, steps_when_called: bool, inbox: Inbox
+) -> None:
+    """The main function of the first replica's thread."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)  # of this thread
+    serve_calls(scheduler, grammars, inbox, steps_when_called)
 
 
 def _run_replica(start: Start, config: EngineConfig, pipe: Channel) -> None:
@@ -297,17 +295,27 @@ def serve_calls(
 ) -> None:
     """Make the controller's calls, and run steps while there is work or when the controller requests one."""
     new: dict[str, Req] = {}
+    refused: list[StepOutput] = []
     while True:
         is_called = False
         for call in inbox.calls(is_busy=scheduler.has_work() and not steps_when_called):
             if call.method == "step":
                 is_called = True  # the latest call, for whose report the controller waits
-                continue
-            req = apply(call, scheduler, grammars)
-            if req is not None:
-                new[req.rid] = req
+            elif call.request is not None:
+                req = req_of(call.request, grammars)
+                try:
+                    scheduler.add_request(req)
+                    new[req.rid] = req
+                except ValueError as error:  # what only this replica can know
+                    refused.append(StepOutput(req.rid, [], 0, FinishAbort(str(error), 400)))
+            else:
+                apply(call, scheduler, grammars)
         if is_called or (scheduler.has_work() and not steps_when_called):
-            outputs = scheduler.step()
-            started = [new.pop(output.rid) for output in outputs if output.rid in new]
-            times = {req.rid: (req.arrival_time, req.run_start_time) for req in started}
-            inbox.send(step_report(outputs, scheduler.stats(), times))
+            outputs, refused = refused + scheduler.step(), []
+        elif refused and not steps_when_called:
+            outputs, refused = refused, []
+        else:
+            continue
+        started = [new.pop(output.rid) for output in outputs if output.rid in new]
+        times = {req.rid: (req.arrival_time, req.run_start_time) for req in started}
+        inbox.send(step_report(outputs, scheduler.stats(), times))

@@ -83,34 +83,31 @@ class ScheduleInStep(Scheduler):
 class ControllerInStep(Controller):
     """A controller whose replicas step together. If one ends, all end."""
 
+    steps_when_called = True
+
     def __init__(self, config: EngineConfig, scheduler: Any, *of_controller: Any) -> None:
         """scheduler: the `ScheduleInStep` of the first replica."""
         super().__init__(config, scheduler, *of_controller)
         self.dp: Collectives = scheduler.dp
-        self.watchdog = Watchdog(lambda: describe_all(self.others, list(self.dp.log.entries.copy())))
+        others = self.replicas[1:]
+        self.watchdog = Watchdog(lambda: describe_all(others, list(self.dp.log.entries.copy())))
 
     def step(self) -> list[StepOutput]:
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
+        outputs: list[StepOutput] = []
         with self.watchdog.working():
-            for replica in range(1, len(self.loads)):
+            for replica in range(len(self.replicas)):
                 self.call(replica, "step")
-            outputs: list[StepOutput] = self.first(self.scheduler.step)
-            for other in self.others:
-                outputs += self.receive(other)
+            waiting = list(self.replicas)
+            while waiting:  # the first to answer is the one that has ended, not one that misses it
+                for ready in readable(waiting, REPORT_SECONDS):
+                    outputs += self.receive(ready)
+                    waiting.remove(ready)
         return self.counted(outputs)
 
     def lose(self, replica: int, problem: str) -> list[StepOutput]:
         raise self.ended(problem)
-
-    def first(self, method: Any, *args: object) -> Any:
-        """Make a call of the first replica; an error names the replica that has ended."""
-        try:
-            return method(*args)
-        except EngineProcessEnded as error:
-            for other in readable(self.others, REPORT_SECONDS):
-                self.receive(other)  # raises, unless it has only finished its step
-            raise self.ended(str(error)) from None
 
 
 def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> Assembly:

@@ -297,7 +297,10 @@ class EngineLoop:
 
     def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 100_000) -> dict[str, Any]:
         """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps."""
-        return shape_of_tree(self.assembly.parts.tree_cache.nodes(), max_nodes, max_tokens)
+        try:
+            return shape_of_tree(self.assembly.parts.tree_cache.nodes(), max_nodes, max_tokens)
+        except Exception as error:  # with replicas the first one works in a thread of its own
+            raise ValueError(f"the prefix cache has changed while it was read: {error!r}") from error
 
     # ---- steps and messages out ----
 
