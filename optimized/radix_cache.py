@@ -111,7 +111,7 @@ class RadixCache(interface.WatchablePrefixCache):
         num_evicted = 0
         values: list[torch.Tensor] = []
         while num_evicted < num_tokens and (node := self.heap.pop()) is not None:
-            parent = node.parent
+            parent = self._parent(node)
             self._remove_leaf(node)
             values.append(node.value)
             num_evicted += node.num_slots
@@ -130,7 +130,7 @@ class RadixCache(interface.WatchablePrefixCache):
                 break
             highest = ancestor
         if highest is not None:
-            parent, gone = highest.parent, list(self._nodes_from(highest))[::-1]
+            parent, gone = self._parent(highest), list(self._nodes_from(highest))[::-1]
             for leaf in gone:
                 self._remove_leaf(leaf)
             self.heap.add(parent)
@@ -140,14 +140,15 @@ class RadixCache(interface.WatchablePrefixCache):
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
         # --8<-- [start:cache-unfinished-req]
-        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
+        pool, allocator, row = self.memory_of(req)
+        slots = pool.read(row, 0, num_filled)
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self._insert_of(req, key, slots)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
         # slots before the request's own slots are freed and may be overwritten.
-        self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
-        self.allocator.free(slots[num_owned:prefix_len])
+        pool.write(row, num_owned, shared[num_owned:prefix_len])
+        allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
@@ -158,7 +159,8 @@ class RadixCache(interface.WatchablePrefixCache):
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         num_owned = req.cache_protected_len
-        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        pool, allocator, row = self.memory_of(req)
+        slots = pool.read(row, 0, req.kv_allocated_len)
         if is_insert:
             key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self._insert_of(req, key, slots)
@@ -167,10 +169,10 @@ class RadixCache(interface.WatchablePrefixCache):
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
-        self.allocator.free(unused)
+        allocator.free(unused)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        self.req_to_token_pool.free([req.req_pool_idx])
+        pool.free([row])
         req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
@@ -199,7 +201,9 @@ class RadixCache(interface.WatchablePrefixCache):
         for node in self._all_nodes():
             tokens, slots = node.key.tolist(), node.value.tolist()
             key = list(pairwise(tokens)) if node.is_bigram else tokens
-            yield CacheNode(node.node_id, node.parent.node_id, key, slots, node.lock_ref, node.extra_key)
+            yield CacheNode(
+                node.node_id, self._parent(node).node_id, key, slots, node.lock_ref, node.extra_key
+            )
 
     def watch(self, watcher: CacheWatcher) -> None:
         self._watchers.append(watcher)
@@ -241,12 +245,13 @@ class RadixCache(interface.WatchablePrefixCache):
         node's age, hits, locks and priority. The heap's entry stays that of `child`;
         the upper half has a child and needs none."""
         key, value = part_of(child, 0, upper_len)
+        parent = self._parent(child)
         upper = self._new_node(
-            child.parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority
+            parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority
         )
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
-        upper.parent.children[child_key_of(upper, self.page_size)] = upper
+        parent.children[child_key_of(upper, self.page_size)] = upper
         child.parent = upper
         child.key, child.value = part_of(child, upper_len, child.num_slots)
         child.num_slots -= upper_len
@@ -275,7 +280,7 @@ class RadixCache(interface.WatchablePrefixCache):
     def _remove_leaf(self, leaf: TreeNode) -> None:
         assert not leaf.children
         assert leaf.lock_ref == 0
-        del leaf.parent.children[child_key_of(leaf, self.page_size)]
+        del self._parent(leaf).children[child_key_of(leaf, self.page_size)]
         leaf.parent = None
         self._evictable_size -= leaf.num_slots
         for watcher in self._watchers:
@@ -301,12 +306,16 @@ class RadixCache(interface.WatchablePrefixCache):
             creation_time, last_access_time=creation_time, priority=priority,
         )  # fmt: skip
 
+    def _parent(self, node: TreeNode) -> TreeNode:
+        assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
+        return node.parent
+
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
-            assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
+            parent = self._parent(node)
             yield node
-            node = node.parent
+            node = parent
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]

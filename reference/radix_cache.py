@@ -102,7 +102,7 @@ class RadixCache(interface.PrefixCache):
         num_evicted = 0
         while leaves and num_evicted < num_tokens:
             _, _, node = heapq.heappop(leaves)
-            parent = node.parent
+            parent = self._parent(node)
             self._remove_leaf(node)
             num_evicted += len(node.value)
             if parent is not self.root and not parent.children and parent.lock_ref == 0:
@@ -126,14 +126,15 @@ class RadixCache(interface.PrefixCache):
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
         # --8<-- [start:cache-unfinished-req]
-        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
+        pool, allocator, row = self.memory_of(req)
+        slots = pool.read(row, 0, num_filled)
         key = RadixKey(req.key_ids[:num_filled], req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
         # slots before the request's own slots are freed and may be overwritten.
-        self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
-        self.allocator.free(slots[num_owned:prefix_len])
+        pool.write(row, num_owned, shared[num_owned:prefix_len])
+        allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
@@ -144,7 +145,8 @@ class RadixCache(interface.PrefixCache):
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         num_owned = req.cache_protected_len
-        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        pool, allocator, row = self.memory_of(req)
+        slots = pool.read(row, 0, req.kv_allocated_len)
         if is_insert:
             key = RadixKey(req.key_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self.insert(key, slots, req.priority)
@@ -153,10 +155,10 @@ class RadixCache(interface.PrefixCache):
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
-        self.allocator.free(unused)
+        allocator.free(unused)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        self.req_to_token_pool.free([req.req_pool_idx])
+        pool.free([row])
         req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
@@ -181,7 +183,9 @@ class RadixCache(interface.PrefixCache):
     def nodes(self) -> Iterator[CacheNode]:
         for node in self._all_nodes():
             key, slots = list(node.key), node.value.tolist()
-            yield CacheNode(node.node_id, node.parent.node_id, key, slots, node.lock_ref, node.extra_key)
+            yield CacheNode(
+                node.node_id, self._parent(node).node_id, key, slots, node.lock_ref, node.extra_key
+            )
 
     def _whole_pages(self, key: RadixKey) -> list[Any]:
         """The key's tokens or bigrams, cut to whole pages."""
@@ -226,10 +230,11 @@ class RadixCache(interface.PrefixCache):
         half, so that requests that lock it keep their whole path. Both halves have the
         node's age, hits, locks and priority."""
         key, value = child.key[:upper_len], child.value[:upper_len]
-        upper = self._new_node(child.parent, key, value, child.extra_key, child.creation_time, child.priority)
+        parent = self._parent(child)
+        upper = self._new_node(parent, key, value, child.extra_key, child.creation_time, child.priority)
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
-        upper.parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
+        parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
         child.parent = upper
         child.key, child.value = child.key[upper_len:], child.value[upper_len:]
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
@@ -239,7 +244,7 @@ class RadixCache(interface.PrefixCache):
     def _remove_leaf(self, leaf: TreeNode) -> None:
         assert not leaf.children
         assert leaf.lock_ref == 0
-        del leaf.parent.children[self._child_key(leaf.key, 0, leaf.extra_key)]
+        del self._parent(leaf).children[self._child_key(leaf.key, 0, leaf.extra_key)]
         leaf.parent = None
         self._evictable_size -= len(leaf.value)
         if self.allocator is not None:
@@ -260,12 +265,16 @@ class RadixCache(interface.PrefixCache):
             creation_time, last_access_time=creation_time, priority=priority,
         )  # fmt: skip
 
+    def _parent(self, node: TreeNode) -> TreeNode:
+        assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
+        return node.parent
+
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
-            assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
+            parent = self._parent(node)
             yield node
-            node = node.parent
+            node = parent
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]

@@ -165,6 +165,7 @@ class _Audit:
             self.fail(f"{req.rid}: the tokens of its path in the tree are not its own")
         if any(node.extra_key != req.extra_key for node in path):
             self.fail(f"{req.rid}: its path in the tree belongs to another extra_key than {req.extra_key!r}")
+        assert req.req_pool_idx is not None
         row = self.req_to_token_pool.read(req.req_pool_idx, 0, num_protected).tolist()
         if row != slots:
             wrong = next(i for i in range(num_protected) if row[i] != slots[i])
@@ -195,6 +196,7 @@ class _Audit:
     def _private_slots(self, req: Req) -> list[int]:
         """All slots of the pages that a request owns, also those behind its last token."""
         start, end, page_size = req.cache_protected_len, req.kv_allocated_len, self.allocator.page_size
+        assert req.req_pool_idx is not None
         slots = self.req_to_token_pool.read(req.req_pool_idx, start, end).tolist()
         self._expect_pages(f"{req.rid}'s row", start, slots)
         num_missing = -len(slots) % page_size

@@ -235,8 +235,7 @@ BUGS = (
         component="radix_cache",
         changes=(
             (
-                "        self.req_to_token_pool.write(req.req_pool_idx, num_owned, "
-                "shared[num_owned:prefix_len])\n",
+                "        pool.write(row, num_owned, shared[num_owned:prefix_len])\n",
                 "",
             ),
         ),
