@@ -139,16 +139,18 @@ class RadixCache(interface.WatchablePrefixCache):
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
+        assert self.req_to_token_pool is not None
+        assert self.allocator is not None
+        assert req.req_pool_idx is not None
         # --8<-- [start:cache-unfinished-req]
-        pool, allocator, row = self.memory_of(req)
-        slots = pool.read(row, 0, num_filled)
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self._insert_of(req, key, slots)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
         # slots before the request's own slots are freed and may be overwritten.
-        pool.write(row, num_owned, shared[num_owned:prefix_len])
-        allocator.free(slots[num_owned:prefix_len])
+        self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
+        self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
@@ -158,9 +160,11 @@ class RadixCache(interface.WatchablePrefixCache):
         # --8<-- [end:cache-unfinished-req]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        assert self.req_to_token_pool is not None
+        assert self.allocator is not None
+        assert req.req_pool_idx is not None
         num_owned = req.cache_protected_len
-        pool, allocator, row = self.memory_of(req)
-        slots = pool.read(row, 0, req.kv_allocated_len)
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
         if is_insert:
             key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self._insert_of(req, key, slots)
@@ -169,10 +173,10 @@ class RadixCache(interface.WatchablePrefixCache):
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
-        allocator.free(unused)
+        self.allocator.free(unused)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        pool.free([row])
+        self.req_to_token_pool.free([req.req_pool_idx])
         req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
@@ -245,13 +249,12 @@ class RadixCache(interface.WatchablePrefixCache):
         node's age, hits, locks and priority. The heap's entry stays that of `child`;
         the upper half has a child and needs none."""
         key, value = part_of(child, 0, upper_len)
-        parent = self._parent(child)
         upper = self._new_node(
-            parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority
+            child.parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority
         )
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
-        parent.children[child_key_of(upper, self.page_size)] = upper
+        self._parent(upper).children[child_key_of(upper, self.page_size)] = upper
         child.parent = upper
         child.key, child.value = part_of(child, upper_len, child.num_slots)
         child.num_slots -= upper_len
@@ -313,9 +316,9 @@ class RadixCache(interface.WatchablePrefixCache):
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
-            parent = self._parent(node)
+            assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
             yield node
-            node = parent
+            node = node.parent
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]

@@ -52,14 +52,17 @@ class ChunkCache(interface.PrefixCache):
         pass
 
     def cache_unfinished_req(self, req: Req) -> None:
-        pool, _, row = self.memory_of(req)
-        req.prefix_indices = pool.read(row, 0, len(req.fill_ids))
+        assert self.req_to_token_pool is not None
+        assert req.req_pool_idx is not None
+        req.prefix_indices = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        pool, allocator, row = self.memory_of(req)
-        slots = pool.read(row, 0, req.kv_allocated_len)
-        allocator.free(slots)
-        pool.free([row])
+        assert self.req_to_token_pool is not None
+        assert self.allocator is not None
+        assert req.req_pool_idx is not None
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        self.allocator.free(slots)
+        self.req_to_token_pool.free([req.req_pool_idx])
         req.req_pool_idx = None
         req.last_node = None
         req.prefix_indices = slots[:0]

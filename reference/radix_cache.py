@@ -125,16 +125,18 @@ class RadixCache(interface.PrefixCache):
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
+        assert self.req_to_token_pool is not None
+        assert self.allocator is not None
+        assert req.req_pool_idx is not None
         # --8<-- [start:cache-unfinished-req]
-        pool, allocator, row = self.memory_of(req)
-        slots = pool.read(row, 0, num_filled)
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
         key = RadixKey(req.key_ids[:num_filled], req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
         # slots before the request's own slots are freed and may be overwritten.
-        pool.write(row, num_owned, shared[num_owned:prefix_len])
-        allocator.free(slots[num_owned:prefix_len])
+        self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
+        self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
@@ -144,9 +146,11 @@ class RadixCache(interface.PrefixCache):
         # --8<-- [end:cache-unfinished-req]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        assert self.req_to_token_pool is not None
+        assert self.allocator is not None
+        assert req.req_pool_idx is not None
         num_owned = req.cache_protected_len
-        pool, allocator, row = self.memory_of(req)
-        slots = pool.read(row, 0, req.kv_allocated_len)
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
         if is_insert:
             key = RadixKey(req.key_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self.insert(key, slots, req.priority)
@@ -155,10 +159,10 @@ class RadixCache(interface.PrefixCache):
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
-        allocator.free(unused)
+        self.allocator.free(unused)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        pool.free([row])
+        self.req_to_token_pool.free([req.req_pool_idx])
         req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
@@ -230,11 +234,10 @@ class RadixCache(interface.PrefixCache):
         half, so that requests that lock it keep their whole path. Both halves have the
         node's age, hits, locks and priority."""
         key, value = child.key[:upper_len], child.value[:upper_len]
-        parent = self._parent(child)
-        upper = self._new_node(parent, key, value, child.extra_key, child.creation_time, child.priority)
+        upper = self._new_node(child.parent, key, value, child.extra_key, child.creation_time, child.priority)
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
-        parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
+        self._parent(upper).children[self._child_key(upper.key, 0, upper.extra_key)] = upper
         child.parent = upper
         child.key, child.value = child.key[upper_len:], child.value[upper_len:]
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
@@ -272,9 +275,9 @@ class RadixCache(interface.PrefixCache):
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
-            parent = self._parent(node)
+            assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
             yield node
-            node = parent
+            node = node.parent
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]

@@ -85,8 +85,6 @@ class PrefixCache(ABC):
     """
 
     page_size: int
-    allocator: TokenToKVPoolAllocator | None
-    req_to_token_pool: ReqToTokenPool | None
     disable: bool = False  # True: the cache never finds a prefix
     is_bigram: bool = False  # requests are keyed by bigrams; the constructor's argument
 
@@ -100,13 +98,6 @@ class PrefixCache(ABC):
         is_bigram: bool = False,
     ) -> None:
         """Raises `ValueError` for a page_size below 1 or an unknown policy, if the cache uses them."""
-
-    def memory_of(self, req: Req) -> tuple[ReqToTokenPool, TokenToKVPoolAllocator, int]:
-        """The pools of a cache, and the row of a request that owns memory."""
-        assert self.req_to_token_pool is not None, "a cache without pools holds no requests"
-        assert self.allocator is not None, "a cache without pools holds no requests"
-        assert req.req_pool_idx is not None, f"{req.rid} owns no memory"
-        return self.req_to_token_pool, self.allocator, req.req_pool_idx
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:

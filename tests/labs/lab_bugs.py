@@ -235,7 +235,8 @@ BUGS = (
         component="radix_cache",
         changes=(
             (
-                "        pool.write(row, num_owned, shared[num_owned:prefix_len])\n",
+                "        self.req_to_token_pool.write(req.req_pool_idx, num_owned, "
+                "shared[num_owned:prefix_len])\n",
                 "",
             ),
         ),
