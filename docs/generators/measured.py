@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from docs.generators.tables import Notes, notes_of, table
 
 DOCS = Path(__file__).parents[1]
 DATA = DOCS / "measurements" / "data"
-MAX_COLUMNS = 86
+MAX_COLUMNS = 87
 """Of a command."""
 
 _DEFINITION = re.compile(r"^<!-- generate: measured ([\w-]+)\n(.*?)-->", re.MULTILINE | re.DOTALL)
@@ -74,11 +75,9 @@ def source(names: Sequence[str]) -> str:
 
 def where(report: dict[str, Any]) -> str:
     """The hardware and the versions of a result file."""
-    versions, machine = report["versions"], report["machine"]
-    device = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
-    if len(machine["gpus"]) > 1:
-        device = f"{len(machine['gpus'])} x {device}"
-    return f"{device}, torch {versions['torch']}"
+    gpus = report["machine"]["gpus"]
+    count = f"{len(gpus)} x " if len(gpus) > 1 else ""
+    return f"{count}{(gpus or [report['machine']['cpu']])[0]}, torch {report['versions']['torch']}"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -87,15 +86,10 @@ def load(name: str) -> dict[str, Any]:
 
 
 def recording(*names: str) -> str:
-    """The commands that wrote these files, as a block of bash."""
+    """The commands that wrote these files, as a block of bash. An option stays with its value."""
     lines = []
     for name in names:
-        line = ""
-        # An option stays with its value.
-        for part in re.split(r" (?=-)", f"{load(name)['command']} {name}.json"):
-            if len(line) + len(part) > MAX_COLUMNS:
-                lines.append(f"{line} \\")
-                line = " "
-            line += f" {part}" if line else part
-        lines.append(line)
+        command = re.sub(r" (?!-)", "\0", f"{load(name)['command']} {name}.json")
+        parts = textwrap.wrap(command, MAX_COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+        lines.append(" \\\n".join(parts).replace("\0", " "))
     return "\n".join(["```bash", *lines, "```"])

@@ -1,12 +1,8 @@
 """Exercises: groups cover the contract, skeletons fail where they begin, and completing the functions of a
 group makes it hold."""
 
-import importlib
-import sys
 from collections import Counter
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +12,7 @@ from diptych.shared.tools.cli import app
 from diptych.shared.tools.commands.check_stage import grade
 from diptych.shared.tools.conformance.clauses import suite
 from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage
-from tests.docs.solutions import FILES, completed, open_functions, own_functions, solution
+from tests.docs.solutions import completed, open_functions, solution
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,48 +61,11 @@ def test_completed_groups_hold_one_after_another(stage: Stage, tmp_path: Path) -
     """With the functions of the groups up to one, that group holds: no group needs a later function."""
     known = {clause.name: clause for clause in suite.clauses_of(stage.component)}
     reference = registry.load(stage.component, "reference")
+    file = tmp_path / stage.skeleton
     for number, group in enumerate(stage.groups, start=1):
-        implementation = implementation_with(stage, {each.name for each in stage.groups[:number]}, tmp_path)
+        file.write_text(completed(stage, {each.name for each in stage.groups[:number]}), "utf-8")
+        implementation = registry.load(stage.component, stage.target(str(file)))
         for verdict in suite.check_implementation(
             [known[name] for name in group.clauses], implementation, reference, shrink_failures=False
         ):
             assert verdict.holds, (group.name, verdict.clause.name, verdict.failure)
-
-
-def implementation_with(stage: Stage, groups: set[str], folder: Path) -> Any:
-    """The skeleton with the functions of these groups, from its own solution or from a whole file."""
-    if own_functions(stage) is not None:
-        file = folder / stage.skeleton
-        file.write_text(completed(stage, groups), "utf-8")
-        return registry.load(stage.component, stage.target(str(file)))
-    path = ROOT / stage.skeleton_path
-    implementation = registry.load(stage.component, stage.target(str(path)))
-    skeleton = sys.modules[f"diptych_user_{path.stem}"]
-    for (owner, function), group in open_functions(path.read_text("utf-8")).items():
-        if group in groups:
-            target = getattr(skeleton, owner) if owner else skeleton
-            setattr(target, function, moved(getattr(solution_of(stage, owner), function), vars(skeleton)))
-    return implementation
-
-
-def solution_of(stage: Stage, class_name: str) -> Any:
-    """The complete class, of the same name in the module of the solution or else the component's; the module
-    itself without a name."""
-    if stage.number in FILES:
-        return registry.load(stage.component, FILES[stage.number])
-    target = registry.IMPLEMENTATIONS[stage.component]["reference"]
-    module = importlib.import_module(target.partition(":")[0])
-    if not class_name:
-        return module
-    return getattr(module, class_name, None) or registry.load(stage.component, "reference")
-
-
-def moved(value: Any, namespace: dict[str, Any]) -> Any:
-    """A function whose global names are looked up in the skeleton first, so that it calls functions there."""
-    if isinstance(value, property):
-        return property(moved(value.fget, namespace))
-    for name, other in value.__globals__.items():
-        namespace.setdefault(name, other)
-    function = FunctionType(value.__code__, namespace, value.__name__, value.__defaults__, value.__closure__)
-    function.__kwdefaults__ = value.__kwdefaults__
-    return function

@@ -4,15 +4,21 @@ For a stage without such a file the solution is a whole file of the project, by 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 from pathlib import Path
+from types import ModuleType
 
 from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.stages import Stage
 
 ROOT = Path(__file__).parents[3]
-FILES = {  # file:class, where it is not the component's reference
-    "05": "docs/examples/my_radix_cache.py:MyRadixCache",
-}
+WHOLE = {"05": "docs.examples.my_radix_cache:MyRadixCache"}  # where it is not the component's reference
+FUTURE = "from __future__ import annotations\n"
+NAMES = """
+import importlib
+globals().update({{k: v for k, v in vars(importlib.import_module("{module}")).items() if k[:2] != "__"}})
+"""
 
 
 def open_functions(skeleton: str) -> dict[tuple[str, str], str]:
@@ -33,41 +39,56 @@ def own_functions(stage: Stage) -> Path | None:
     return path if path.is_file() else None
 
 
-def whole_file(stage: Stage) -> tuple[Path, str]:
-    """(file, class) of a solution that is not made from the skeleton."""
-    target = FILES.get(stage.number)
-    if target is None:
-        module, _, class_name = registry.IMPLEMENTATIONS[stage.component]["reference"].partition(":")
-        return ROOT / (module.removeprefix("diptych.").replace(".", "/") + ".py"), class_name
-    file, _, class_name = target.partition(":")
-    return ROOT / file, class_name
+def whole_file(stage: Stage) -> tuple[ModuleType, str]:
+    """(module, class) of a solution that is not made from the skeleton."""
+    target = WHOLE.get(stage.number) or registry.IMPLEMENTATIONS[stage.component]["reference"]
+    module, _, class_name = target.partition(":")
+    return importlib.import_module(module), class_name
 
 
 def solution(stage: Stage) -> tuple[str, str]:
     """(source, class) of a complete exercise."""
     if own_functions(stage) is None:
-        path, class_name = whole_file(stage)
-        return path.read_text("utf-8"), class_name
+        module, class_name = whole_file(stage)
+        return inspect.getsource(module), class_name
     return completed(stage, {group.name for group in stage.groups}), stage.class_name
 
 
 def completed(stage: Stage, groups: set[str]) -> str:
-    """The skeleton with the functions of these groups."""
+    """The skeleton with the functions of these groups. Those of a whole file find the names of their modules
+    where the skeleton does not have them."""
     skeleton = (ROOT / stage.skeleton_path).read_text("utf-8")
-    own = own_functions(stage)
-    assert own is not None
-    source = own.read_text("utf-8")
-    written = {(owner, each.name): each for owner, each in _functions(ast.parse(source))}
     groups_of = open_functions(skeleton)
+    own = own_functions(stage)
+    written = {key: _of_whole_file(stage, *key) for key in groups_of} if own is None else _of_own_file(own)
     assert written.keys() == groups_of.keys(), written.keys() ^ groups_of.keys()
     lines = skeleton.splitlines(keepends=True)
     for owner, function in reversed(list(_functions(ast.parse(skeleton)))):
-        key = owner, function.name
-        if groups_of.get(key) in groups:
-            new = written[key]
-            text = source.splitlines(keepends=True)[_first(new) - 1 : new.end_lineno]
-            lines[_first(function) - 1 : function.end_lineno] = text
-    return "".join(lines)
+        if groups_of.get((owner, function.name)) in groups:
+            lines[_first(function) - 1 : function.end_lineno] = written[owner, function.name][0]
+    modules = dict.fromkeys(module for _, module in written.values() if module)
+    names = "".join(NAMES.format(module=module) for module in modules)
+    assert FUTURE in lines
+    return "".join(lines).replace(FUTURE, FUTURE + names, 1)
+
+
+def _of_own_file(path: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """(class, function) -> its text; it needs no names of a module."""
+    source = path.read_text("utf-8")
+    lines = source.splitlines(keepends=True)
+    return {
+        (owner, each.name): ("".join(lines[_first(each) - 1 : each.end_lineno]), "")
+        for owner, each in _functions(ast.parse(source))
+    }
+
+
+def _of_whole_file(stage: Stage, owner: str, function: str) -> tuple[str, str]:
+    """The text of a function of the solution, which may inherit it, and its module."""
+    module, class_name = whole_file(stage)
+    place = (getattr(module, owner, None) or getattr(module, class_name)) if owner else module
+    found = inspect.getattr_static(place, function)
+    found = getattr(found, "fget", found)
+    return inspect.getsource(found), found.__module__
 
 
 def _functions(module: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
