@@ -21,6 +21,7 @@ else
     const field = (name) => form.querySelector(`[name=${name}]`);
     const fill = (name, values) => values.forEach((value) => field(name).add(new Option(value)));
     fill("model", Object.keys(models));
+    field("model").value = "Qwen3-8B";
     fill("card", Object.keys(cards));
     const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(1)} GiB`;
     const number = (value) => Math.round(value).toLocaleString("en");

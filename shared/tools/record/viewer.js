@@ -29,7 +29,7 @@ function el(name, ...content) {
   return made;
 }
 const table = (headings, rows) =>
-  el("table", el("thead", el("tr", headings.map((text) => el("th", text)))), el("tbody", rows.map((cells) => el("tr", cells.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : el("td", cell)))))));
+  el("table", el("thead", el("tr", headings.map((text, i) => el(rows[0]?.[i]?.className === "n" ? "th.n" : "th", text)))), el("tbody", rows.map((cells) => el("tr", cells.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : el("td", cell)))))));
 const chip = (text, background, title) => el("span.chip", text, { style: background ? `background:${background}` : "", title: title || "" });
 const name = (rid) => chip(rid, hue(rid), requests[place[rid]].text);
 const note = (text) => el("p.soft", text);
@@ -243,8 +243,12 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("hashchange", fromHash);
 try { // within a page of the site: its colours
-  const scheme = window.parent !== window && window.parent.document.body.dataset.mdColorScheme;
-  if (scheme) document.documentElement.dataset.theme = scheme === "slate" ? "dark" : "light";
+  const page = window.parent !== window && window.parent.document.body;
+  const follow = () => { document.documentElement.dataset.theme = page.dataset.mdColorScheme === "slate" ? "dark" : "light"; };
+  if (page && page.dataset.mdColorScheme) {
+    follow();
+    new MutationObserver(follow).observe(page, { attributeFilter: ["data-md-color-scheme"] });
+  }
 } catch { /* another origin */ }
 drawLanes();
 fromHash();
