@@ -126,7 +126,7 @@ class PrefillAdder(interface.PrefillAdder):
         """Whether an added request computes a prefix of `key` that is long enough to wait for."""
         first = self._first_computed(key.token_ids, key.extra_key, matched_len)
         before = key.token_ids[:matched_len]
-        return any(other.fill_ids[:matched_len] == before for other in self._computing.get(first, ()))
+        return any(other.fill_key_ids[:matched_len] == before for other in self._computing.get(first, ()))
 
     def _first_computed(self, token_ids: list[int], extra_key: Hashable, start: int) -> Hashable:
         """A key, equal for requests with the same tokens after `start`; None if these are too few to wait
@@ -165,7 +165,7 @@ class PrefillAdder(interface.PrefillAdder):
         req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len
         self.can_run_list.append(req)
-        first = self._first_computed(req.fill_ids, req.extra_key, prefix_len)
+        first = self._first_computed(req.fill_key_ids, req.extra_key, prefix_len)
         if first is not None:
             self._computing.setdefault(first, []).append(req)
         is_last_chunk = len(req.fill_ids) == req.num_tokens

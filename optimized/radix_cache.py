@@ -144,7 +144,7 @@ class RadixCache(interface.WatchablePrefixCache):
         assert req.req_pool_idx is not None
         # --8<-- [start:cache-unfinished-req]
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
-        key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
+        key = RadixKey(req.fill_key_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self._insert_of(req, key, slots)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
@@ -166,7 +166,7 @@ class RadixCache(interface.WatchablePrefixCache):
         num_owned = req.cache_protected_len
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
         if is_insert:
-            key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
+            key = RadixKey(req.key_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self._insert_of(req, key, slots)
             num_cached = round_down_to_page(len(key), self.page_size)
             # Duplicates; then the partial page, and slots that were allocated and never committed.

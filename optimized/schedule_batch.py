@@ -15,6 +15,7 @@ import torch
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
+from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
@@ -102,6 +103,9 @@ def make_forward_batch(
         ],
         device,
     )
+    embed_rows, embeds = None, None
+    if any(req.embeds is not None for req in extending):
+        embed_rows, embeds = embeds_of_step(extending, start_locs, device)
     before = starts - (lens - extend_lens)  # row of the batch minus position
     num_tokens = len(input_ids)
     positions = torch.arange(num_tokens, device=device)
@@ -123,6 +127,8 @@ def make_forward_batch(
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
         input_asked_ids=asked_input_ids(extending, device) if logprob_rows else None,
         num_token_ids=num_token_ids,
+        embed_rows=embed_rows,
+        embeds=embeds,
     )
 
 

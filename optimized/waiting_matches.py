@@ -108,7 +108,7 @@ class WaitingMatches(CacheWatcher):
         self._stale = dict.fromkeys(self.by_req)
 
     def _match(self, req: Req, ticket: int) -> None:
-        token_ids = req.all_ids
+        token_ids = req.key_ids
         key = RadixKey(token_ids, req.extra_key, self.tree_cache.is_bigram)
         slots, node = self.tree_cache.match_prefix(key)
         page = token_ids[len(slots) : len(slots) + self.page_len]

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 import torch
 
-from diptych.reference.modes.select_embeds import embeds_of_step
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page
+from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
 

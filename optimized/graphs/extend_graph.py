@@ -143,6 +143,7 @@ class ExtendSteps(Steps):
         return (
             batch.forward_mode.is_prefill
             and batch.custom_mask is None
+            and batch.embeds is None
             and self.tokens.size_for(batch.num_tokens) is not None
         )
 

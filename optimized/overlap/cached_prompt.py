@@ -19,11 +19,11 @@ class CachedPrompt(NamedTuple):
     def of(cls, req: Req, tree_cache: PrefixCache) -> CachedPrompt:
         is_bigram, page_size = tree_cache.is_bigram, tree_cache.page_size
         return cls(
-            RadixKey(req.fill_ids, req.extra_key, is_bigram), req.kv_matched_len, page_size + is_bigram
+            RadixKey(req.fill_key_ids, req.extra_key, is_bigram), req.kv_matched_len, page_size + is_bigram
         )
 
     def may_be_held_by(self, req: Req) -> bool:
         """Whether the prompt of another request agrees for a page more, so that it may use KV of this one."""
         end = self.start + self.page_len
         prefix = self.key.token_ids[:end]
-        return req.extra_key == self.key.extra_key and len(prefix) == end and req.fill_ids[:end] == prefix
+        return req.extra_key == self.key.extra_key and len(prefix) == end and req.fill_key_ids[:end] == prefix

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from diptych.shared.config.vision_config import VisionConfig
+from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.loading.safetensors_file import read_checkpoint
 
 PREFIXES = ("model.", "vision_tower.", "vision_model.")
@@ -57,6 +58,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, text_hidden_size: int) -> None:
         super().__init__()
         self.config = config
+        self.known = TowerRows()
         size, patch = config.hidden_size, config.patch_size
         self.class_embedding = nn.Parameter(torch.empty(size))
         self.patch_embedding = nn.Conv2d(3, size, patch, stride=patch, bias=False)

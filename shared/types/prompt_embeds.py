@@ -14,8 +14,8 @@ class PromptEmbeds:
 
     positions: torch.Tensor  # [n] int64 on the CPU, ascending, below P
     rows: torch.Tensor  # [n, hidden_size] on any device, in the model's dtype: what goes into layer 0
-    # [P]: token ids, and at `positions` SHA-256 digests (256 bits) of the content. Only the prefix cache
-    # reads them: equal content is shared, and equal placeholders are not.
+    # [P]: token ids, and at `positions` digests of the content, below 0. Only the prefix cache reads them:
+    # equal content is shared, and equal placeholders are not.
     key_ids: list[int]
     has_token_ids: bool  # False: no part of the prompt is text
 

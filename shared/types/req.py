@@ -109,6 +109,11 @@ class Req:
         return prompt + self.output_ids
 
     @property
+    def fill_key_ids(self) -> list[int]:
+        """`fill_ids` as the prefix cache compares them."""
+        return self.fill_ids if self.embeds is None else self.key_ids[: len(self.fill_ids)]
+
+    @property
     def prompt_text_ids(self) -> list[int]:
         """The prompt as text; empty where it came as rows alone."""
         return self.origin_input_ids if self.embeds is None or self.embeds.has_token_ids else []

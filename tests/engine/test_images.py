@@ -19,6 +19,7 @@ from diptych.reference.modes.vision import VisionTower
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import images as image_prompts
+from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.types import SamplingParams
 
 Image = pytest.importorskip("PIL.Image")
@@ -151,6 +152,8 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
         pytest.param({}, marks=pytest.mark.full),
         pytest.param({"chunked_prefill_size": 16, "page_size": 16}, marks=pytest.mark.full),
         pytest.param({"disable_radix_cache": True}, marks=pytest.mark.full),
+        pytest.param({"panel": "optimized", "chunked_prefill_size": 6}, marks=pytest.mark.full),
+        pytest.param({"panel": "optimized", **CHUNKED}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -274,6 +277,31 @@ def keyed_by_placeholders(kind: bytes, content: bytes) -> int:
 def keyed_by_row(kind: bytes, content: bytes) -> int:
     """The digest of the image is left out."""
     return int.from_bytes(content[-4:], "little") + 2**64
+
+
+def test_the_tower_runs_once_for_each_image() -> None:
+    """And rows of an image are those of its call alone; the least recently used ones go."""
+    calls: list[int] = []
+
+    def tower(pixels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(pixels))
+        return pixels.float().mean(dim=1)
+
+    images = {name: torch.full((3, 2, 2), float(ord(name))) for name in "abcd"}
+
+    def rows_of(names: str) -> list[float]:
+        digests = [name.encode() for name in names]
+        found = known.rows_of(digests, [images[name] for name in names], tower)
+        assert all(rows.shape == (2, 2) for rows in found)
+        return [float(rows[0, 0]) for rows in found]
+
+    known = TowerRows(max_bytes=2 * 16)
+    for names, num_new in (("aba", 2), ("b", 0), ("cb", 1), ("a", 1), ("abcd", 2), ("d", 0)):
+        before = sum(calls)
+        assert rows_of(names) == [ord(name) for name in names]
+        assert sum(calls) - before == num_new, names
+    assert known.num_bytes == 32
+    assert len(calls) == 4
 
 
 def without_the_class_token(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import diptych.reference.schedule_batch
-from diptych.reference.modes.select_embeds import embeds_of_step
+from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import input_embeds
@@ -26,6 +26,10 @@ NUM_NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, return_logprob=True)
 WHOLE: dict[str, Any] = {}
 CHUNKED = {"chunked_prefill_size": 7, "enable_mixed_chunk": True, "page_size": 4}
+AHEAD = {
+    name: "optimized"
+    for name in ("scheduler", "model_runner", "radix_cache", "prefill_adder", "schedule_policy")
+}
 Answer = tuple[list[int], list[float]]
 
 
@@ -90,6 +94,7 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
     "flags",
     [
         CHUNKED,
+        {**CHUNKED, "use": AHEAD},
         *(
             pytest.param(flags, marks=pytest.mark.full)
             for flags in (
@@ -98,6 +103,9 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
                 {"disable_radix_cache": True},
                 {"schedule_policy": "lpm"},
                 {"schedule_policy": "dfs-weight", "chunked_prefill_size": 5},
+                {"schedule_policy": "lpm", "use": AHEAD},
+                {"panel": "optimized", "chunked_prefill_size": 16},
+                {"panel": "optimized", **CHUNKED},
             )
         ),
     ],
@@ -210,10 +218,14 @@ def test_planted_bugs_in_chunks_are_found(
 
 def test_flags_that_need_token_ids() -> None:
     check_supported("images", EngineConfig(panel="reference"))
-    for name, value in (("speculative", "ngram"), ("use", {"models": "optimized"})):
-        config = EngineConfig(**{"panel": "reference", name: value})
-        with pytest.raises(ValueError, match=f"images work with {name}=.* alone; this engine has {name}="):
-            check_supported("images", config)
+    with pytest.raises(ValueError, match="images work with speculative=None alone; this engine has spec"):
+        check_supported("images", EngineConfig(speculative="ngram"))
+    config = EngineConfig(panel="optimized", use={"attention": "triton"})
+    check_supported("images", config)
+    with pytest.raises(ValueError, match="blocks work with panel='reference' alone; this engine has panel="):
+        check_supported("blocks", config, is_of_reference=True)
+    with pytest.raises(ValueError, match="images do not work with a component of your own: use has models"):
+        check_supported("images", EngineConfig(use={"models": "mine.py:Model"}))
 
 
 def test_rows_come_back_from_their_bytes() -> None:

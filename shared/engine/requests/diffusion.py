@@ -27,7 +27,7 @@ def check_diffusion(
 ) -> None:
     """Raise `ValueError` for a request that block diffusion does not serve. others: further
     fields of the request, all None."""
-    check_supported("diffusion requests", config)
+    check_supported("diffusion requests", config, is_of_reference=True)
     if any(other is not None for other in others):
         raise ValueError("diffusion requests have a prompt of tokens, no embedding and no logit_processor")
     if config.enable_mixed_chunk:

@@ -100,12 +100,11 @@ def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], vision: 
     positions = is_image.nonzero()[:, 0]
     if len(positions) != len(images) * vision.config.num_tokens:
         raise ValueError(f"{len(positions)} placeholders for {len(images)} images")
+    digests = [sha256(image.numpy().tobytes()).digest() for image in images]
     for i, position in enumerate(positions.tolist()):
         image, row = divmod(i, vision.config.num_tokens)
-        if row == 0:
-            digest = sha256(images[image].numpy().tobytes()).digest()
-        key_ids[position] = digest_key(b"image", digest + row.to_bytes(4, "little"))
-    rows = vision(torch.stack(list(images))).flatten(0, 1)
+        key_ids[position] = digest_key(b"image", digests[image] + row.to_bytes(4, "little"))
+    rows = torch.cat(vision.known.rows_of(digests, images, vision))
     return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
     # --8<-- [end:image-embeds]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b
+from secrets import token_bytes
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from diptych.shared.types import PromptEmbeds, SamplingParams
 
 PLACEHOLDER = 0
 """The placeholder token id of a position whose row is given."""
+SECRET = token_bytes(32)
+REFERENCE_ONLY: tuple[tuple[str, Any], ...] = (("panel", "reference"), ("use", {}))
 WORKS_WITH: tuple[tuple[str, Any], ...] = (
-    ("panel", "reference"),
-    ("use", {}),
     ("speculative", None),
     ("deterministic", False),
     ("hicache_tokens", None),
@@ -36,9 +37,13 @@ class EmbedsPrompt:
     rows: torch.Tensor
 
 
-def check_supported(what: str, config: EngineConfig) -> None:
-    """Raise `ValueError` if the engine takes token ids only."""
-    for name, only in WORKS_WITH:
+def check_supported(what: str, config: EngineConfig, is_of_reference: bool = False) -> None:
+    """Raise `ValueError` if the engine takes token ids only. is_of_reference: only the reference panel has
+    it."""
+    own = sorted(name for name, choice in config.use.items() if ":" in choice)
+    if own:
+        raise ValueError(f"{what} do not work with a component of your own: use has {', '.join(own)}")
+    for name, only in (*(REFERENCE_ONLY if is_of_reference else ()), *WORKS_WITH):
         value = getattr(config, name)
         if (dict(value) if name == "use" else value) != only:
             raise ValueError(f"{what} work with {name}={only!r} alone; this engine has {name}={value!r}")
@@ -91,8 +96,10 @@ def row_keys(rows: torch.Tensor) -> list[int]:
 
 
 def digest_key(kind: bytes, content: Any) -> int:
-    """A key of 256 bits, so that no other content and no token id has the same key."""
-    return int.from_bytes(sha256(kind + bytes(content)).digest(), "little")
+    """A key below 0, so that no token id has it, of 63 bits. The digest has a secret of
+    this process: no client can compute two contents with one key."""
+    digest = blake2b(kind + bytes(content), digest_size=8, key=SECRET).digest()
+    return -1 - (int.from_bytes(digest, "little") >> 1)
 
 
 # --8<-- [end:row-keys]

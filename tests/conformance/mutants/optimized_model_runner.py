@@ -205,3 +205,11 @@ class RoundsReplayedTrees(FakeGraphsRunner):
         if forward_batch.forward_mode is not ForwardMode.TARGET_VERIFY or self.replays.steps == before:
             return output
         return output._replace(next_token_logits=output.next_token_logits.bfloat16().float())
+
+
+@mutant_of("model_runner")
+class PadsStepsWithGivenRows(FakeGraphsRunner):
+    """A prefill step is padded by its token ids, also where it gives rows in place of them."""
+
+    def forward(self, forward_batch):
+        return super().forward(replace(forward_batch, embeds=None, embed_rows=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,3 +169,23 @@ def extend_writes_its_slots(impl: type[ModelRunner], case: Extending) -> None:
             is_other[batch.out_cache_loc] = False
             same = (old == new) | (old.isnan() & new.isnan())
             expect_true(f"step {number} leaves other slots alone", bool(same[is_other].all()))
+
+
+@contract(
+    "Rows that a prefill step gives (`embeds`, at `embed_rows`) go into layer 0 in place of embeddings of "
+    "its token ids: rows that are embeddings of other ids give what these ids give.",
+    (Extending("given rows", batch_sizes=(9,), token_counts=(40, 7, 12), is_mixed=True),),
+)
+def given_rows(impl: type[ModelRunner], case: Extending) -> None:
+    model: Any = model_for(case.config, case.dtype)
+    with_rows, with_ids = (PreparedSession(impl, model, case) for _ in range(2))
+    for number, (mode, new_ids) in enumerate(case.schedule()):
+        expected = with_ids.run(with_ids.forward_batch(new_ids, forward_mode=mode)).next_token_logits
+        batch = with_rows.forward_batch(new_ids, forward_mode=mode)
+        if mode is not ForwardMode.DECODE:
+            given = torch.arange(number % 2, batch.num_tokens, 2, device=with_rows.device)
+            embeds = model.embed(batch.input_ids[given])
+            placeholders = batch.input_ids.index_fill(0, given, 0)
+            batch = replace(batch, input_ids=placeholders, embed_rows=given, embeds=embeds)
+        found = with_rows.run(batch).next_token_logits
+        expect_close(f"step {number}, {mode.name}", found, expected, tolerance("logits", case.dtype))

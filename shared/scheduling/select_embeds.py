@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diptych.shared.to_device import copy_to_device
 from diptych.shared.types import Req
 
 
@@ -22,8 +23,8 @@ def embeds_of_step(
             continue
         first, end = len(req.prefix_indices), len(req.fill_ids)
         positions = req.embeds.positions
-        is_computed = (positions >= first) & (positions < end)
-        indices.append(positions[is_computed] - first + start_loc)
-        rows.append(req.embeds.rows[is_computed.to(req.embeds.rows.device)])
-    return torch.cat(indices).to(device), torch.cat(rows).to(device)
+        low, high = torch.searchsorted(positions, torch.tensor([first, end])).tolist()
+        indices.append(positions[low:high] - first + start_loc)
+        rows.append(copy_to_device(req.embeds.rows[low:high], device))
+    return copy_to_device(torch.cat(indices), device), torch.cat(rows)
     # --8<-- [end:embeds-of-step]

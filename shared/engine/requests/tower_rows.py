@@ -1,0 +1,47 @@
+"""Rows of images, kept by content: an image that comes again does not run through the vision tower."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+MAX_BYTES = 256 * 2**20
+"""Of the kept rows, on the tower's device."""
+
+
+class TowerRows:
+    """A table of digests of images and their rows. The least recently used ones go when it is full."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    # --8<-- [start:tower-rows]
+    def rows_of(
+        self, digests: Sequence[bytes], images: Sequence[torch.Tensor], tower: Any
+    ) -> list[torch.Tensor]:
+        """The rows [num_tokens, text_hidden_size] of each image. `tower` runs once,
+        over the images that are not in the table."""
+        new = {d: image for d, image in zip(digests, images) if d not in self._rows}
+        found = {d: self._rows[d] for d in digests if d not in new}
+        if new:
+            found |= zip(new, tower(torch.stack(list(new.values()))).unbind())
+        for digest in dict.fromkeys(digests):
+            self._keep(digest, found[digest])
+        return [found[digest] for digest in digests]
+
+    # --8<-- [end:tower-rows]
+
+    def _keep(self, digest: bytes, rows: torch.Tensor) -> None:
+        if digest not in self._rows:
+            rows = rows.clone()  # else it would keep the rows of all images of the call
+            self._rows[digest] = rows
+            self.num_bytes += rows.nbytes
+        self._rows.move_to_end(digest)
+        while self.num_bytes > self.max_bytes:
+            _, oldest = self._rows.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
