@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 import diptych.reference.schedule_batch
-from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import input_embeds
 from diptych.shared.engine.requests.input_embeds import check_supported, rows_of_bytes
+from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
@@ -26,10 +26,9 @@ NUM_NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, return_logprob=True)
 WHOLE: dict[str, Any] = {}
 CHUNKED = {"chunked_prefill_size": 7, "enable_mixed_chunk": True, "page_size": 4}
-AHEAD = {
-    name: "optimized"
-    for name in ("scheduler", "model_runner", "radix_cache", "prefill_adder", "schedule_policy")
-}
+AHEAD = dict.fromkeys(
+    ("scheduler", "model_runner", "radix_cache", "prefill_adder", "schedule_policy"), "optimized"
+)
 Answer = tuple[list[int], list[float]]
 
 

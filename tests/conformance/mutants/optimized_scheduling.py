@@ -58,6 +58,6 @@ adder_bug("ForgetsToCharge", "What is added reserves nothing.",
 adder_bug("WaitsAcrossNamespaces", "Requests of different namespaces wait for each other.",
           ("prefill_adder", "(extra_key, start, *token_ids", "(start, *token_ids"))
 adder_bug("ForgetsTheCachedPart", "Requests that go on alike behind different prefixes wait for each other.",
-          ("prefill_adder", "other.fill_ids[:matched_len] == before", "True"))
+          ("prefill_adder", "other.fill_key_ids[:matched_len] == before", "True"))
 adder_bug("WaitsForPartOfAPage", "Less than a page is waited for, and never found in the cache.",
           ("prefill_adder", "round_up_to_page(max(threshold, 1), self.page_size)", "max(threshold, 1)"))
