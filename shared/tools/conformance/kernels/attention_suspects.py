@@ -30,7 +30,7 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
     has_window = problem.constants["window"] >= 0 and not change.get("no_window")
     output, lse = q.new_zeros(*q.shape[:2], v.shape[3]), q.new_zeros(q.shape[:2])
     for i, length in enumerate(lens):
-        keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
+        keys, values = (_of_heads(x[table[i]].flatten(0, 1), kv_heads) for x in (k, v))
         new = starts[i + 1] - starts[i]
         for t in range(new):
             seen = num_seen(length, new, t, change.get("mask", ""))
@@ -48,6 +48,11 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
             if change.get("unnormalised"):
                 output[row] *= (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
     return {"out": output, "lse": lse} if change.get("lse") else {"out": output}
+
+
+def _of_heads(rows: torch.Tensor, kv_heads: torch.Tensor) -> torch.Tensor:
+    """The rows [num_tokens, kv_heads, size] of each query head; those of one KV head are not copied."""
+    return rows.expand(-1, len(kv_heads), -1) if rows.shape[1] == 1 else rows[:, kv_heads]
 
 
 def changed_table(table: torch.Tensor, change: Mapping[str, Any]) -> torch.Tensor:
