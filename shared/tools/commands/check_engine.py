@@ -20,14 +20,14 @@ MAX_TOTAL_TOKENS = 32768
 
 def check_engine(
     arm: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="A",
             help="What is checked, separated by commas: a panel, component=implementation, flag=value, "
             "model=FOLDER. attention=file.py:Class; optimized,dtype=bfloat16; quantization=int8.",
             show_default=False,
         ),
-    ],
+    ] = None,
     against: Annotated[
         str,
         typer.Option(metavar="B", help="The native engine, in the same form."),
@@ -46,6 +46,9 @@ def check_engine(
     junit: JunitFile = None,
     sarif: SarifFile = None,
     badge: BadgeFile = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List gates and what A can be; run nothing.")
+    ] = False,
 ) -> None:
     """Compare an engine's logits with float32, as B's are: A's error may not be larger by more than a share.
 
@@ -53,6 +56,11 @@ def check_engine(
     interval over prompts; the same logits alone and in a batch, and with a cold and a warm prefix cache.
     Exit status 0: every gate holds; 1: one fails.
     """
+    if list_all:
+        print_list()
+        return
+    if arm is None:
+        raise ValueError("name A, the engine that is checked: optimized,dtype=bfloat16; --list shows more")
     bench_run.check_files(None, json_file, junit, sarif, badge)
     from diptych.shared.tools.conformance.whole_engine.engine_gate import check_engine as run_gates
 
@@ -72,6 +80,26 @@ def check_engine(
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if report.failing or report.undecided:
         raise typer.Exit(1)
+
+
+def print_list() -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from diptych.shared.tools.conformance.whole_engine.engine_gate import GATES
+
+    console = Console()
+    for name, sentence in GATES.items():
+        console.print(Text(f"{name:24} {sentence}"))
+    console.print(Text("A and B are one or several of these, separated by commas:", "bold"))
+    forms = {
+        " or ".join(registry.PANELS): "a panel",
+        "dtype=float16": "a flag of diptych serve",
+        "model=FOLDER": "another checkpoint",
+        "COMPONENT=file.py:Class": ", ".join(registry.IMPLEMENTATIONS),
+    }
+    for form, what in forms.items():
+        console.print(Text(f"{form:24} {what}"))
 
 
 def parse_spec(text: str) -> dict[str, Any]:

@@ -14,17 +14,24 @@ from diptych.shared.tools.commands import bench_run
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from diptych.shared.tools.conformance.server.checks import Check
 
 
 def check_server(
-    url: Annotated[str, typer.Argument(help="Of the server: http://127.0.0.1:8080.", show_default=False)],
+    url: Annotated[
+        str | None, typer.Argument(help="Of the server: http://127.0.0.1:8080.", show_default=False)
+    ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--model", "-m", help="What it serves: folder in Hugging Face format, built-in model or id."
+            "--model",
+            "-m",
+            help="What it serves: folder in Hugging Face format, built-in model or id.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
     served_model: Annotated[
         str, typer.Option(help="The model's name in requests. Default: the first that the server lists.")
@@ -66,6 +73,9 @@ def check_server(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="More and longer prompts, more draws.")
     ] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List groups of checks, with --only their checks; run nothing.")
+    ] = False,
 ) -> None:
     """Compare a server's log-probabilities, samples and answers with the reference.
 
@@ -78,6 +88,12 @@ def check_server(
     from dataclasses import replace
 
     from diptych.shared.tools.conformance.server.checks import QUICK, THOROUGH, Limits, chosen, run_checks
+
+    if list_all:
+        print_list(chosen(only or (), skip or ()), has_names=bool(only))
+        return
+    if url is None or model is None:
+        raise ValueError("name the server's URL and --model, what it serves; --list shows what is checked")
     from diptych.shared.tools.conformance.server.session import connect
     from diptych.shared.tools.conformance.server.verdict import Report as Found
     from diptych.shared.tools.conformance.server.verdict import print_report
@@ -119,6 +135,24 @@ def check_server(
         json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
     if report.exit_status:
         raise typer.Exit(report.exit_status)
+
+
+def print_list(checks: Sequence[Check], has_names: bool) -> None:
+    """A line for each group, or for each check."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from diptych.shared.tools.conformance.server.checks import GROUPS
+
+    console = Console()
+    if has_names:
+        for each in checks:
+            console.print(Text.assemble(each.name, "  ", (each.sentence, "dim")))
+        return
+    for group, question in GROUPS.items():
+        num = sum(each.group == group for each in checks)
+        console.print(Text(f"{group:10} {num:3}  {question}"))
+    console.print(Text(f"{len(checks)} checks. --list --only GROUP names those of a group.", "dim"))
 
 
 @contextmanager

@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from diptych.shared.tools.conformance.server.oracle import Oracle
 
 Status = Literal["holds", "fails", "not offered", "near tie"]
-GROUPS = (
-    "api",
-    "scoring",
-    "dependence",
-    "streaming",
-    "sampling",
-    "seeded",
-    "semantics",
-    "prompt",
-    "tools",
-    "reasoning",
-    "schema",
-)
+GROUPS = {
+    "api": "does it answer, and count tokens as the model's tokenizer does?",
+    "scoring": "do tokens have the reference's log-probabilities?",
+    "dependence": "does an answer depend on other requests or on the prefix cache?",
+    "streaming": "is a streamed answer the same as a whole one?",
+    "sampling": "do samples follow the exact distribution?",
+    "seeded": "is each single token the one that the reference draws?",
+    "semantics": "do usage, stops, errors and other fields follow the API?",
+    "prompt": "does a conversation give the prompt of the chat template?",
+    "tools": "are calls made when asked for, parsed and streamed without loss?",
+    "reasoning": "is reasoning apart from the text, and can it be turned off?",
+    "schema": "is each keyword of JSON Schema satisfied, or refused?",
+}
+"""In the order of a run -> the question."""
 MODULES = (
     "scoring",
     "dependence",
@@ -167,7 +168,7 @@ def all_checks() -> list[Check]:
     for module in MODULES:
         if (Path(__file__).parent / f"{module}.py").is_file():
             import_module(f"{__package__}.{module}")
-    return sorted(CHECKS, key=lambda each: GROUPS.index(each.group))
+    return sorted(CHECKS, key=lambda each: list(GROUPS).index(each.group))
 
 
 def chosen(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:

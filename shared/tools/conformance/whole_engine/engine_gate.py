@@ -25,6 +25,13 @@ MARGIN = 0.25
 one would fail 97.5 % of the time without a margin."""
 NUM_RESAMPLES = 10_000
 QUANTILE = 0.975  # upper end of the interval of 95 %
+GATES = {
+    "KL divergence": "A diverges from float32 as B, with --margin of B's more",
+    "NLL error": "the same for log-probabilities of tokens",
+    "batch invariance": "the same logits alone and in a batch, within B's error",
+    "prefix cache invariance": "the same with a cold and a warm prefix cache",
+}
+"""Name -> what must hold, in the order of a report."""
 FLOOR = 1e-8
 """KL divergence in nats. Sums in float32 in another order differ by less."""
 NLL_FLOOR = 1e-5
@@ -226,19 +233,13 @@ def check_engine(
     alone = record(llm, prompts, expected.tokens, num_tokens, together=False, may_end=True)
     del llm
     gc.collect()
-    native_kl = kl_by_prompt(expected, theirs)
+    native_kl, (kl, nll, batch, prefix) = kl_by_prompt(expected, theirs), GATES
+    errors = nll_by_prompt(expected, together), nll_by_prompt(expected, theirs)
     report.gates = [
-        error_gate("KL divergence", kl_by_prompt(expected, together), native_kl, margin, seed),
-        error_gate(
-            "NLL error",
-            nll_by_prompt(expected, together),
-            nll_by_prompt(expected, theirs),
-            margin,
-            seed,
-            NLL_FLOOR,
-        ),
-        invariance_gate("batch invariance", alone, together, float(native_kl.mean()), is_exact),
-        invariance_gate("prefix cache invariance", together, cached, float(native_kl.mean()), is_exact),
+        error_gate(kl, kl_by_prompt(expected, together), native_kl, margin, seed),
+        error_gate(nll, *errors, margin, seed, NLL_FLOOR),
+        invariance_gate(batch, alone, together, float(native_kl.mean()), is_exact),
+        invariance_gate(prefix, together, cached, float(native_kl.mean()), is_exact),
     ]
     best = [(a.argmax(1) == b.argmax(1)).mean() for a, b in zip(expected.logprobs, together.logprobs)]
     report.same_best = float(np.mean(best))
