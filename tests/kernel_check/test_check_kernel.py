@@ -148,6 +148,7 @@ def test_a_case_for_which_no_time_is_left_is_no_failure(monkeypatch: pytest.Monk
     left, clock = list(verdicts), iter((0.0, 0.0, 2.0))
     monkeypatch.setattr(run, "check_problem", lambda *_: left.pop(0))
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(run, "until", lambda ends_at: None)
     like = LIKES["silu_and_mul"]
     with ChildFunction("unused:f", ends_at=1.0) as child:
         report = run.check_kernel(child, "f", like, convention_of(like.name, "torch"))

@@ -9,6 +9,7 @@ import typer
 
 from diptych.shared import registry
 from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.announced import Announced
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
 
@@ -42,6 +43,9 @@ def check_engine(
     num_prompts: Annotated[int, typer.Option(min=2, help="Prompts, which the interval resamples.")] = 64,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens that follow each prompt.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the prompts and of the bootstrap.")] = 0,
+    within: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="The check ends after this time.")
+    ] = 3600.0,
     json_file: JsonFile = None,
     junit: JunitFile = None,
     sarif: SarifFile = None,
@@ -54,7 +58,7 @@ def check_engine(
 
     All engines decode the same tokens. Gates: KL divergence and error of log-probabilities with a bootstrap
     interval over prompts; the same logits alone and in a batch, and with a cold and a warm prefix cache.
-    Exit status 0: every gate holds; 1: one fails.
+    Exit status 0: every gate holds; 1: one fails; 2: the time was over.
     """
     if list_all:
         print_list()
@@ -62,14 +66,17 @@ def check_engine(
     if arm is None:
         raise ValueError("name A, the engine that is checked: optimized,dtype=bfloat16; --list shows more")
     bench_run.check_files(None, json_file, junit, sarif, badge)
+    from diptych.shared.tools.conformance.whole_engine.engine_gate import GATES
     from diptych.shared.tools.conformance.whole_engine.engine_gate import check_engine as run_gates
 
     common = {"model": model, "device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
     flags = [common | parse_spec(spec) for spec in (arm, against)]
     oracle = {**common, "panel": "reference", "dtype": "float32", "model": flags[1]["model"]}
+    end = Announced(f"{len(GATES)} gates of {arm}", within, seed)
     prompts = prompts_of(flags[1]["model"], num_prompts, seed)
-    report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed)
+    report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed, end.ends_at)
     print_gates(report, arm, against)
+    print(*end.late, sep="\n", end="\n" * len(end.late))
     for_ci(report, arm, against, seed).write(junit, sarif, badge)
     if json_file is not None:
         found: dict[str, Any] = {
@@ -80,6 +87,8 @@ def check_engine(
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if report.failing or report.undecided:
         raise typer.Exit(1)
+    if report.num_not_run:
+        raise typer.Exit(2)
 
 
 def print_list() -> None:
@@ -150,7 +159,8 @@ def print_gates(report: GateReport, arm: str, against: str) -> None:
 
     console = Console()
     colours = {"holds": "green", "undecided": "yellow", "fails": "bold red"}
-    worst = "fails" if report.failing else "undecided" if report.undecided else "holds"
+    is_open = report.undecided or report.num_not_run
+    worst = "fails" if report.failing else "undecided" if is_open else "holds"
     console.print(Text(report.sentence, colours[worst]))
     console.print(Text(f"A {arm}, B {against}, errors against float32, in nats", "dim"))
     table = Table("gate", "A", "B", "upper end", "allowed", "verdict")
@@ -177,4 +187,7 @@ def for_ci(report: GateReport, arm: str, against: str, seed: int) -> CiReport:
         )
         for gate in report.gates
     ]
+    if report.num_not_run:
+        late = f"the time is over; {report.num_not_run} gates are not run"
+        checks.append(Checked("all gates", "All gates are run.", [], "engine", "engine", not_run=late))
     return CiReport(f"diptych check engine {arm} --against {against}", {"seed": str(seed)}, checks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from diptych.shared.tools.commands import bench_run, kernel_output
+from diptych.shared.tools.commands.announced import Announced
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
     from diptych.shared.tools.conformance.kernels.kernel_report import Report
     from diptych.shared.tools.conformance.kernels.problem import Like
+    from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 
 
 def check_kernel(
@@ -111,7 +114,6 @@ def check_kernel(
 
     Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
     """
-    from diptych.shared.tools.conformance.clauses.device import check_device
     from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
     from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
     from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of, operation_of
@@ -123,14 +125,15 @@ def check_kernel(
     files = Files(html, json_file, junit, sarif, badge)
     bench_run.check_files(None, *files)
     if definition is not None:
-        reports = solution_reports(target, definition, workload, time_limit, within, seed)
+        reports, end = solution_reports(target, definition, workload, time_limit, within, seed)
         for each in reports[:-1]:
             print(f"the Definition's own reference: {each.summary}")
             print(*(f"  {each.case}: {each.failure}" for each in each.failing[:3]), sep="\n")
-        finish(reports[-1], files)
+        finish(reports[-1], files, end)
         return
     if task is not None:
-        finish(task_report(target, task, time_limit, within, seed, timing), files)
+        report, end = task_report(target, task, time_limit, within, seed, timing)
+        finish(report, files, end)
         return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
@@ -142,25 +145,37 @@ def check_kernel(
             raise ValueError(f"--ranks does not apply to {like}: it is of one process")
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
-    seed = announced(f"{len(cases)} cases of {like}", within, seed)
-    ends_at = time.monotonic() + within
-    with running(target, operation, time_limit, ends_at) as function:
+    seed = drawn(seed)
+    end = Announced(f"{len(cases)} cases of {like}", within, seed)
+    with running(target, operation, time_limit, end.ends_at) as function:
         child = function if isinstance(function, ChildFunction) else None
         check_arguments(target, operation, chosen_convention, cases, features or [], child)
         report = check_kernel(function, target, operation, chosen_convention, cases, time_limit, seed)
         if timing and not report.status:
-            from diptych.shared.tools.bench.bare_kernel import time_sizes
-
-            for verdict, seconds in time_sizes(function, operation, chosen_convention, seed):
-                if time.monotonic() > ends_at:
-                    report.num_not_run = len(operation.timed(check_device().type)) - len(report.timings)
-                    break
-                report.verdicts.append(verdict)
-                report.timings += [] if seconds is None else [seconds]
+            add_timings(report, function, end.ends_at)
         if child is not None and not report.status:
             problem = operation.make(cases[-1], chosen_convention.takes_scale, seed)
             report.operators = child.operators(chosen_convention.build(problem))
-    finish(report, files)
+    finish(report, files, end)
+
+
+def add_timings(report: Report, function: ChildFunction | RankProcesses, ends_at: float) -> None:
+    """Times growing sizes until the time is over."""
+    from diptych.shared.tools.bench.bare_kernel import time_sizes
+    from diptych.shared.tools.conformance.clauses.device import check_device
+    from diptych.shared.tools.conformance.clauses.time_limit import TimeLimitExceeded, time_limit, until
+
+    left = len(report.like.timed(check_device().type))
+    with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
+        for verdict, seconds in time_sizes(function, report.like, report.convention, report.seed):
+            if time.monotonic() > ends_at:
+                break
+            report.verdicts.append(verdict)
+            report.timings += [] if seconds is None else [seconds]
+            left -= 1
+        else:
+            return
+    report.num_not_run = left
 
 
 class Files(NamedTuple):
@@ -171,8 +186,9 @@ class Files(NamedTuple):
     badge: Path | None
 
 
-def finish(report: Report, files: Files) -> None:
-    """Prints and writes the report, and exits with its status."""
+def finish(report: Report, files: Files, end: Announced) -> None:
+    """Prints and writes the report, and exits with its status. `end`: the announced time."""
+    report.notes += end.late
     kernel_output.print_report(report)
     report.for_ci().write(files.junit, files.sarif, files.badge)
     if files.json is not None:
@@ -192,7 +208,7 @@ def solution_reports(
     time_limit: float,
     within: float,
     seed: int | None,
-) -> list[Report]:
+) -> tuple[list[Report], Announced]:
     from diptych.shared.tools.conformance.formats import trace_check, trace_files
 
     read = trace_files.read_definition(definition)
@@ -200,17 +216,22 @@ def solution_reports(
     if solution is not None and solution.definition != read.name:
         raise ValueError(f"{target} is a Solution of {solution.definition}, not of {read.name}")
     workloads = [] if workload is None else trace_files.read_workloads(workload, read)
-    seed = announced(f"Definition {read.name}", within, seed)
-    ends_at = time.monotonic() + within
-    return trace_check.check_solution(
-        read, solution, workloads, seconds=time_limit, ends_at=ends_at, seed=seed
+    seed = drawn(seed)
+    end = Announced(f"Definition {read.name}", within, seed)
+    reports = trace_check.check_solution(
+        read, solution, workloads, seconds=time_limit, ends_at=end.ends_at, seed=seed
     )
+    return reports, end
 
 
 def task_report(
-    target: str | None, path: Path, time_limit: float, within: float, seed: int | None, timing: bool
-) -> Report:
-    from diptych.shared.tools.bench.bare_kernel import time_sizes
+    target: str | None,
+    path: Path,
+    time_limit: float,
+    within: float,
+    seed: int | None,
+    timing: bool,
+) -> tuple[Report, Announced]:
     from diptych.shared.tools.conformance.formats.tasks import read_task
     from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
     from diptych.shared.tools.conformance.kernels.run import check_kernel
@@ -218,21 +239,18 @@ def task_report(
     if target is None:
         raise ValueError("--task: name the file of the submission")
     task = read_task(path, target)
-    seed = announced(f"{len(task.like.cases)} cases of the task {task.like.name}", within, seed)
-    with ChildFunction(task.target, time_limit, time.monotonic() + within, task.folder) as function:
+    seed = drawn(seed)
+    end = Announced(f"{len(task.like.cases)} cases of the task {task.like.name}", within, seed)
+    with ChildFunction(task.target, time_limit, end.ends_at, task.folder) as function:
         report = check_kernel(function, target, task.like, task.convention, None, time_limit, seed)
         if timing and not report.status:
-            for verdict, seconds in time_sizes(function, task.like, task.convention, seed):
-                report.verdicts.append(verdict)
-                report.timings += [] if seconds is None else [seconds]
-    return report
+            add_timings(report, function, end.ends_at)
+    return report, end
 
 
-def announced(what: str, within: float, seed: int | None) -> int:
-    """The seed, which is printed with the time in which the check ends."""
-    seed = secrets.randbelow(2**31) if seed is None else seed
-    print(f"{what}; the check ends within {within:g} s; --seed {seed} repeats it", file=sys.stderr)
-    return seed
+def drawn(seed: int | None) -> int:
+    """The seed, or a secret one."""
+    return secrets.randbelow(2**31) if seed is None else seed
 
 
 def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:

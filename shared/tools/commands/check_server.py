@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.announced import Announced
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
+
+SECONDS = {"": 3600.0, "quick": 900.0, "thorough": 21600.0}
+"""That a check takes at most."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +71,15 @@ def check_server(
     sarif: SarifFile = None,
     badge: BadgeFile = None,
     seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 0,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="The check ends after this time. Default: 3600; --quick 900, --thorough 21600.",
+            show_default=False,
+        ),
+    ] = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests in flight. Default: 8.", show_default=False)
     ] = None,
@@ -79,7 +93,8 @@ def check_server(
 ) -> None:
     """Compare a server's log-probabilities, samples and answers with the reference.
 
-    Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference.
+    Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference, or the
+    time was over.
     """
     bench_run.check_files(None, html, json_file, junit, sarif, badge)
     if quick and thorough:
@@ -102,19 +117,23 @@ def check_server(
     limits = QUICK if quick else THOROUGH if thorough else Limits()
     if concurrency is not None:
         limits = replace(limits, concurrency=concurrency)
+    seconds = within or SECONDS["quick" if quick else "thorough" if thorough else ""]
+    end = Announced(f"{len(checks)} checks of {url}", seconds, seed)
     with _progress(len(checks) + 1) as progress:
-        context = connect(
-            url,
-            model,
-            api_key=api_key,
-            served_model=served_model,
-            dtype=dtype,
-            seed=seed,
-            limits=limits,
-            progress=progress,
-            tool_call_parser=tool_call_parser,
-            seeded=seeded,
-        )
+        with in_time(end.ends_at):
+            context = connect(
+                url,
+                model,
+                api_key=api_key,
+                served_model=served_model,
+                dtype=dtype,
+                seed=seed,
+                limits=limits,
+                progress=progress,
+                tool_call_parser=tool_call_parser,
+                seeded=seeded,
+                ends_at=end.ends_at,
+            )
         results = list(run_checks(context, checks))
     facts = {
         "server": context.server.url,
@@ -124,7 +143,8 @@ def check_server(
         "seed": str(seed),
     }
     context.server.close()
-    report = Found(facts, context.offers, results, len(checks))
+    is_over = time.monotonic() > end.ends_at
+    report = Found(facts, context.offers, results, len(checks), is_over, end.late)
     print_report(report)
     report.for_ci().write(junit, sarif, badge)
     if html is not None:
@@ -135,6 +155,18 @@ def check_server(
         json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
     if report.exit_status:
         raise typer.Exit(report.exit_status)
+
+
+@contextmanager
+def in_time(ends_at: float) -> Iterator[None]:
+    """Raises `ValueError` if the block does not end in time."""
+    from diptych.shared.tools.conformance.clauses.time_limit import TimeLimitExceeded, time_limit, until
+
+    try:
+        with time_limit(until(ends_at)):
+            yield
+    except TimeLimitExceeded:
+        raise ValueError("the time was over before the first check: --within can be larger") from None
 
 
 def print_list(checks: Sequence[Check], has_names: bool) -> None:

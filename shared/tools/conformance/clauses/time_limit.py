@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from types import FrameType
 
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 
+GRACE = 1.0  # seconds after the end of a check in which a call of its own limit ends first
 REPEAT = 1.0  # seconds between alarms once the time is up: code may swallow one
 
 
@@ -55,3 +57,8 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 def can_limit_time() -> bool:
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+
+
+def until(ends_at: float) -> float | None:
+    """The seconds of a `time_limit` for work that has to end at a time of time.monotonic; None: no limit."""
+    return None if math.isinf(ends_at) else max(ends_at - time.monotonic() + GRACE, 1e-3)

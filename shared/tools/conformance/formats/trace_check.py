@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.time_limit import TimeLimitExceeded, time_limit, until
 from diptych.shared.tools.conformance.formats.trace_draws import draws_of_order
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Solution, Workload
 from diptych.shared.tools.conformance.formats.trace_functions import (
@@ -58,7 +59,8 @@ def check_solution(
         target, folder = stack.enter_context(sources_of(definition, reference))
         judge = stack.enter_context(ChildFunction(target, seconds, ends_at, folder))
         judge.start()
-        op = op_of(definition, read_off(definition, judge))
+        with within(ends_at, definition):
+            op = op_of(definition, read_off(definition, judge))
         is_known = op is not None
         if op is not None:
             if solution is not None:  # half of the time is left for it
@@ -67,7 +69,8 @@ def check_solution(
             stack.close()  # its memory, too
         elif solution is not None:
             op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
-            op = with_cases_of_reference(definition, op)
+            with within(ends_at, definition):
+                op = with_cases_of_reference(definition, op)
         if op is None:
             raise ValueError(
                 f"{definition.name}: {why_unknown(definition)}: name a Solution, which is compared with the "
@@ -85,6 +88,16 @@ def check_solution(
     elif reports[0].status:
         report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
     return [*reports, report]
+
+
+@contextmanager
+def within(ends_at: float, definition: Definition) -> Iterator[None]:
+    """Raises `ValueError` if the block does not end in time."""
+    try:
+        with time_limit(until(ends_at)):
+            yield
+    except TimeLimitExceeded:
+        raise ValueError(f"{definition.name}: the time of the check was over before the first case") from None
 
 
 def with_cases_of_reference(definition: Definition, op: TraceOp) -> TraceOp:

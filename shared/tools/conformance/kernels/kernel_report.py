@@ -119,6 +119,8 @@ class Report:
         if self.failing:
             rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
             return f"{len(self.failing)} of {num_cases} cases fail{rest}"
+        if not num_cases:
+            return "nothing was checked: the time of the check was over in the first case"
         if self.num_not_run:
             rest = f"{self.num_not_run} {'is' if self.num_not_run == 1 else 'are'} not run"
             return f"{num_cases} cases hold, {rest}: the time of the check is over"

@@ -42,6 +42,7 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
         self._num_starts = 0
+        self.ends_at = float("inf")  # of time.monotonic: the end of the whole check
 
     @property
     def device_name(self) -> str:

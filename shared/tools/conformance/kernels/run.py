@@ -6,14 +6,19 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
-from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn
+from diptych.shared.tools.conformance.clauses.time_limit import (
+    DoesNotReturn,
+    TimeLimitExceeded,
+    time_limit,
+    until,
+)
 from diptych.shared.tools.conformance.kernels.bias import check_bias
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.collective_likes import expect_same_sums, in_order
@@ -69,6 +74,7 @@ def running(
             return
         function.start()  # the target is named correctly
     with RankProcesses(target, like.ranks, seconds) as ranks:
+        ranks.ends_at = ends_at
         yield ranks
 
 
@@ -234,19 +240,19 @@ def check_kernel(
     device = function.device_name if isinstance(function, RankProcesses) else device_name()
     report = Report(like, convention, target, device, [], [], [], seed=seed)
     caller = as_function(function, seconds)
-    ends_at = function.ends_at if isinstance(function, ChildFunction) else float("inf")
+    ends_at = getattr(function, "ends_at", float("inf"))
     failing, holding, history = [], [], History()
     for case in chosen:
         if time.monotonic() > ends_at:
             break
-        case_seed = seed + zlib.crc32(case.name.encode()) % OTHER
-        problem = like.make(case, convention.takes_scale, case_seed)
-        other = None
-        if not like.ranks and problem.num_elements < LARGEST_OTHER:
-            other = other_contents(like, case, convention.takes_scale, case_seed + OTHER)
-        verdict = check_problem(caller, like, convention, problem, other, history)
-        if verdict.ends_check and report.verdicts and time.monotonic() > ends_at:
-            break  # not of the function: other cases took the time
+        verdict = None
+        with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
+            problem, other = problems_of(like, convention, case, seed)
+            verdict = check_problem(caller, like, convention, problem, other, history)
+        if verdict is None:
+            break
+        if verdict.ends_check and time.monotonic() > ends_at:
+            break  # not of the function: other calls took the time, or it may take more
         report.verdicts.append(verdict)
         if verdict.ends_check:
             report.names = [str(verdict.failure)]
@@ -259,9 +265,19 @@ def check_kernel(
             holding.append(problem)
     report.num_not_run = len(chosen) - len(report.verdicts)
     if failing and not report.num_not_run:
-        names = name_mistakes(caller, like, convention, failing, holding, ends_at)
-        report.names += [name for name in names if name not in report.names]
+        with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
+            names = name_mistakes(caller, like, convention, failing, holding, ends_at)
+            report.names += [name for name in names if name not in report.names]
     return report
+
+
+def problems_of(like: Like, convention: Convention, case: Any, seed: int) -> tuple[Problem, Problem | None]:
+    """The problem of a case, and the same sizes with other contents."""
+    case_seed = seed + zlib.crc32(case.name.encode()) % OTHER
+    problem = like.make(case, convention.takes_scale, case_seed)
+    if like.ranks or problem.num_elements >= LARGEST_OTHER:
+        return problem, None
+    return problem, other_contents(like, case, convention.takes_scale, case_seed + OTHER)
 
 
 def as_function(function: Any, seconds: float) -> Function:

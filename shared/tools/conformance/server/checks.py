@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from diptych.shared.tools.conformance.clauses.time_limit import TimeLimitExceeded, time_limit, until
 from diptych.shared.tools.conformance.server.client import Answer, Malformed, Refused, Server, Unreachable
 from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE, Tolerance
 
@@ -187,18 +190,28 @@ def chosen(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
 
 def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
     """Run the checks; one result for each. If the server stops answering, the current check fails and the run
-    ends."""
+    ends. A check that does not end in the time of the server's `ends_at` has no result, unless it failed
+    before."""
+    ends_at = context.server.ends_at
     for each in checks:
         context.progress(each.name)
-        findings, is_gone = run_check(context, each)
-        yield Result(each, findings)
+        findings: list[Finding] = []
+        is_gone = False
+        with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
+            is_gone = run_check(context, each, findings)
+        if time.monotonic() > ends_at:
+            findings = [finding for finding in findings if finding.status == "fails"]
+            if findings:
+                yield Result(each, tuple(findings))
+            return
+        yield Result(each, tuple(findings) or (Finding("not offered", "nothing to check"),))
         if is_gone:
             return
 
 
-def run_check(context: Context, each: Check) -> tuple[tuple[Finding, ...], bool]:
-    """The findings, and whether the server has stopped. Errors of the client become findings."""
-    findings: list[Finding] = []
+def run_check(context: Context, each: Check, findings: list[Finding]) -> bool:
+    """Appends the findings; whether the server has stopped. Errors of the client become findings, except
+    after the end of the check."""
     try:
         outcome = each.run(context)
         if isinstance(outcome, Finding):
@@ -209,9 +222,11 @@ def run_check(context: Context, each: Check) -> tuple[tuple[Finding, ...], bool]
     except (Refused, Malformed) as error:
         findings.append(Finding("fails", f"the server's answer cannot be used: {error}"))
     except Unreachable as error:
+        if time.monotonic() > context.server.ends_at:
+            return False
         findings.append(Finding("fails", f"no answer: {error}"))
-        return tuple(findings), not answers(context.server)
-    return tuple(findings) or (Finding("not offered", "nothing to check"),), False
+        return not answers(context.server)
+    return False
 
 
 def _with_request(server: Server, finding: Finding) -> Finding:

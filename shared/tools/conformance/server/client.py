@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +50,7 @@ class Server:
     token_ids: Mapping[str, int] = field(default_factory=dict)
     id_params: JSON = field(default_factory=dict)
     last: threading.local = field(default_factory=threading.local)  # .request: path and body, of this thread
+    ends_at: float = math.inf  # of time.monotonic: no request is sent or waited for after it
 
     def __post_init__(self) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -147,11 +150,12 @@ class Server:
         chunks: list[JSON] = []
         self.last.request = path, body
         try:
-            with self.http.stream("POST", path, json=body) as response:
+            with self.http.stream("POST", path, json=body, timeout=self._timeout()) as response:
                 if not 200 <= response.status_code < 300:
                     raise Refused(response.status_code, _json_or_text(response.read()))
                 for line in response.iter_lines():
                     data = line.removeprefix("data:").strip()
+                    self._timeout()
                     if line.startswith("data:") and data != "[DONE]":
                         chunks.append(json.loads(data))
         except (httpx.TransportError, httpx.StreamError) as error:
@@ -162,12 +166,19 @@ class Server:
         usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
         return self._read(choices, {"usage": usage}, chunks, body, prompt)
 
+    def _timeout(self) -> float:
+        """Seconds of a request. Raises `Unreachable` after the end."""
+        left = self.ends_at - time.monotonic()
+        if left <= 0:
+            raise Unreachable("the time of the check is over")
+        return min(self.timeout, left)
+
     def _send(self, method: str, path: str, body: Any) -> tuple[int, Mapping[str, str], Any]:
         if method == "POST":
             self.last.request = path, body
         content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
         try:
-            response = self.http.request(method, path, **content)
+            response = self.http.request(method, path, timeout=self._timeout(), **content)
         except httpx.TransportError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         return response.status_code, response.headers, _json_or_text(response.content)

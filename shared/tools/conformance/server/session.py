@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,17 +34,19 @@ def connect(
     oracle: Oracle | None = None,
     tool_call_parser: str = "auto",
     seeded: str = "auto",
+    ends_at: float = math.inf,
 ) -> Context:
     """Probes the server and makes the prompts. `oracle`: an already loaded oracle of the same model.
-    `seeded`: whether its noise is this project's (diptych), or unknown (greedy); auto: by its name. Raises
-    `ValueError` for a server that does not answer or cannot be scored, and for a model that is not found."""
+    `seeded`: whether its noise is this project's (diptych), or unknown (greedy); auto: by its name.
+    `ends_at`: of time.monotonic, when the check ends. Raises `ValueError` for a server that does not answer
+    or cannot be scored, and for a model that is not found."""
     if seeded not in SEEDED:
         raise ValueError(f"--seeded must be one of {', '.join(SEEDED)}, got {seeded!r}")
     limits = limits or Limits()
     oracle = oracle or Oracle(model, tool_call_parser)
     _ = oracle.chat  # an unknown parser is an error before anything is asked
     name, tolerance = tolerance_of(dtype, oracle.folder)
-    server = Server(url, api_key, served_model, token_ids=oracle.id_of_text)
+    server = Server(url, api_key, served_model, token_ids=oracle.id_of_text, ends_at=ends_at)
     try:
         server.find_model()
         progress("what the server offers")

@@ -22,12 +22,14 @@ CURVE = "_.:-=+*#%@"
 @dataclass(frozen=True)
 class Report:
     """The results of a run. `facts`: what was checked, and how. `num_chosen`: the selected checks; fewer ran
-    if the server stopped."""
+    if the server stopped, or with `is_over` because the time was over. `notes`: on the run."""
 
     facts: dict[str, str]
     offers: Offers
     results: Sequence[Result]
     num_chosen: int
+    is_over: bool = False
+    notes: Sequence[str] = ()
 
     @property
     def failing(self) -> list[Result]:
@@ -38,7 +40,7 @@ class Report:
         """The verdict in one sentence, with the format that gave the limits."""
         ran = [result for result in self.results if result.status != "not offered"]
         missing = self.num_chosen - len(self.results)
-        end = f"; {missing} checks did not run: the server is gone" if missing else ""
+        end = f"; {missing} checks did not run: {self._why_missing}" if missing else ""
         if self.failing:
             names = ", ".join(result.check.name for result in self.failing)
             return f"{len(self.failing)} of {len(ran)} checks fail: {names}{end}{self._limits}"
@@ -51,6 +53,10 @@ class Report:
         return f"the server agrees with the reference: {holds}{end}{self._limits}"
 
     @property
+    def _why_missing(self) -> str:
+        return "the time is over" if self.is_over else "the server is gone"
+
+    @property
     def _limits(self) -> str:
         dtype = self.facts.get("dtype")
         return f" (limits of {dtype})" if dtype else ""
@@ -58,9 +64,11 @@ class Report:
     @property
     def exit_status(self) -> int:
         """0: every check holds; 1: one fails, or the server stopped; 2: nothing could be checked, or nothing
-        could be compared with the reference."""
-        if self.failing or self.num_chosen > len(self.results):
+        could be compared with the reference, or the time was over."""
+        if self.failing:
             return 1
+        if self.num_chosen > len(self.results):
+            return 2 if self.is_over else 1
         is_checked = any(result.status != "not offered" for result in self.results)
         return 0 if is_checked and self.offers.scoring else 2
 
@@ -83,7 +91,7 @@ class Report:
             for result in self.results
         ]
         if missing := self.num_chosen - len(self.results):
-            gone = f"the server is gone; {missing} checks did not run"
+            gone = f"{self._why_missing}; {missing} checks did not run"
             checks.append(Checked("api.alive", "The server answers.", [], "server", "api", not_run=gone))
         return CiReport(f"diptych check server {self.facts.get('server', '')}", self.facts, checks)
 
@@ -124,7 +132,7 @@ def print_report(report: Report) -> None:
             counts = [found.count(status) for status in ("holds", "near tie", "not offered", "fails")]
             table.add_row(group, *(str(count) if count else "" for count in counts))
     console.print(table)
-    for line in (*error_lines(report.results), *figure_lines(report.results)):
+    for line in (*report.notes, *error_lines(report.results), *figure_lines(report.results)):
         console.print(Text(line))
     for result in report.results:
         if result.status == "not offered":
