@@ -12,6 +12,7 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ LIMITS = ((2, 2560 * KIB), (4, 512 * KIB), (8, 256 * KIB))
 """(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). For two ranks it
 follows from times of up to 2 MB on two H200s (docs/measurements/several-gpus.md); the others are chosen from
 published times of other engines."""
+
+
+_groups = count()  # of this process, made before
 
 
 # --8<-- [start:choose-sum]
@@ -93,6 +97,10 @@ class SymmetricMemory:
     ) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
+        if next(_groups) > 0:
+            from diptych.optimized.parallel.counted_store import CountedStore
+
+            store = self._store = CountedStore(store)  # kept: a group does not keep what Python has made
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._group = _named_group(store, rank, size, nccl)
         num = math.prod(shape)
