@@ -98,7 +98,7 @@ class SymmetricMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         if next(_groups) > 0:
-            from diptych.optimized.parallel.counted_store import CountedStore
+            from diptych.shared.parallel.counted_store import CountedStore
 
             store = self._store = CountedStore(store)  # kept: a group does not keep what Python has made
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -6,7 +6,7 @@ import threading
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from diptych.optimized.parallel.counted_store import CountedStore
+from diptych.shared.parallel.counted_store import CountedStore
 
 
 def exchange(store: Store, number: int, rank: int) -> list[bytes]:
