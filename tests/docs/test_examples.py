@@ -89,6 +89,7 @@ def test_commands_exist_with_their_options() -> None:
     assert wrong == []
 
 
+@pytest.mark.full
 def test_the_moe_example_holds_the_contract() -> None:
     verdicts = suite.check_component("moe", "docs/examples/my_moe.py:MyMoE", shrink_failures=False)
     assert [(each.clause.name, each.case.name) for each in verdicts if not each.holds] == []

@@ -24,7 +24,16 @@ def svgs_of(name: str) -> list[ElementTree.Element]:
     return [svg for svg in found if svg.get("class")]  # the others are parts of a view
 
 
-@pytest.mark.parametrize("file", [*(f"{name}.html" for name in FIGURES), *FILES])
+SLOW = ("pools.html",)  # it counts steps of an engine for seconds
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.full] * (file in SLOW))
+        for file in [*(f"{name}.html" for name in FIGURES), *FILES]
+    ],
+)
 def test_remaking_gives_no_difference(file: str) -> None:
     assert remake(file) == (FOLDER / file).read_text(encoding="utf-8"), "run `make figures`"
 
