@@ -51,10 +51,11 @@ _spy()
 
 
 def small_hybrid(folder: Path) -> list[str]:
-    """Flags of a model in the place of the one that would be downloaded."""
+    """Flags of a model of the same class in the place of the one that would be downloaded."""
     folder.mkdir()
     vocab_size = json.loads((ASSETS / "tiny-dense" / "config.json").read_text("utf-8"))["vocab_size"]
-    config = {**HYBRID_CONFIGS["qwen3.5"], "vocab_size": vocab_size}
+    text = {**HYBRID_CONFIGS["qwen3.5"], "vocab_size": vocab_size}
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return [str(folder), "--load-format", "dummy", "--tokenizer", "tiny-dense"]
 
