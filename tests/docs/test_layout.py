@@ -20,14 +20,9 @@ ROOT = Path(__file__).parents[2]
 LAYOUT = Path(__file__).with_name("layout.js").read_text(encoding="utf-8")
 WITHOUT_TRANSITIONS = """document.head.insertAdjacentHTML("beforeend",
     "<style>*, *::before, *::after { transition: none !important }</style>")"""
-SKIPPED = ("source", "lab")  # whole files, and the record
+SKIPPED = [("source",)]  # whole files
 
 pytestmark = [needs_chromium, pytest.mark.full]
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +38,11 @@ def site(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
     pages = [page.parent.relative_to(folder) for page in sorted(folder.rglob("index.html"))]
-    handler = functools.partial(_Quiet, directory=str(folder))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        yield (
-            address,
-            [page.as_posix() for page in pages if page.parts[:1] not in [(name,) for name in SKIPPED]],
-        )
+        shown = [page.as_posix() for page in pages if page.parts[:1] not in SKIPPED]
+        yield f"http://127.0.0.1:{server.server_port}", shown
         server.shutdown()
 
 
