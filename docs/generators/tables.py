@@ -187,6 +187,15 @@ def server_results() -> str:
     return table(["Check", *found], rows)
 
 
+def reproducers(*server: str) -> str:
+    """Bugs of a server that `tests/server_check/reproducers.py` shows, from its recorded run."""
+    path = Path(__file__).parents[1] / "samples" / "servers" / "reproducers.json"
+    found = json.loads(path.read_text(encoding="utf-8"))[" ".join(server)]
+    names = ("name", "request", "expected", "got")
+    rows = [[code(row["name"]), *(cell(row[each]) for each in names[1:])] for row in found["rows"]]
+    return table(["Reproducer", "Request", "Expected", "Got"], rows)
+
+
 def server_faults() -> str:
     """Planted faults of a server's chat: the check that names each, and what measures of calls find."""
     found = read("tests/server_check/vendor_style.json")
