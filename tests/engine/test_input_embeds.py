@@ -92,11 +92,11 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        CHUNKED,
         {**CHUNKED, "use": AHEAD},
         *(
             pytest.param(flags, marks=pytest.mark.full)
             for flags in (
+                CHUNKED,
                 WHOLE,
                 {"chunked_prefill_size": 16, "page_size": 16},
                 {"disable_radix_cache": True},

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.requests.input_embeds import check_supported
 from diptych.shared.types import DiffusionParams, SamplingParams
 from diptych.shared.types.sampling_params import MIN_TEMPERATURE
+
+if TYPE_CHECKING:
+    from diptych.shared.engine.build.assembly import Assembly
 
 TAKEN = (
     "max_new_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
     "no_stop_trim", "skip_special_tokens", "reasoning_start", "reasoning_end",
 )  # fmt: skip
 """Fields of SamplingParams that such a request may set: its tokens are the likeliest ones."""
+
+
+def accept_diffusion(
+    params: DiffusionParams,
+    sampling: SamplingParams,
+    prompt_ids: Sequence[int],
+    others: Sequence[object],
+    assembly: Assembly,
+) -> None:
+    """`check_diffusion`, then let the engine's scheduler serve such requests."""
+    if assembly.model_config.linear_attention is not None:  # a block is computed several times
+        raise ValueError("diffusion requests do not work with linear attention")
+    num_token_ids = assembly.parts.num_token_ids
+    check_diffusion(params, sampling, prompt_ids, others, assembly.config, num_token_ids)
+    registry.load_part("block_diffusion").serve_blocks(assembly.scheduler)
 
 
 def check_diffusion(

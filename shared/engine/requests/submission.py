@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from diptych.shared import registry
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.python_runtime import deferred_interrupts, set_at_exit
-from diptych.shared.engine.requests.diffusion import check_diffusion
+from diptych.shared.engine.requests.diffusion import accept_diffusion
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.lora_adapters import adapters_of, cache_namespace
 from diptych.shared.engine.requests.output_collector import OutputCollector, new_name, sample_ids, unused_id
@@ -55,11 +54,8 @@ class Submission:
         if is_pooling or assembly.model_config.num_labels:
             check_pooling(is_pooling, assembly.config, assembly.model_config)
         if diffusion is not None:
-            if assembly.model_config.linear_attention is not None:  # a block is computed several times
-                raise ValueError("diffusion requests do not work with linear attention")
-            others, num_token_ids = (self.embeds, logit_processor), assembly.parts.num_token_ids
-            check_diffusion(diffusion, params, self.prompt_ids, others, assembly.config, num_token_ids)
-            registry.load_part("block_diffusion").serve_blocks(assembly.scheduler)
+            others = self.embeds, logit_processor
+            accept_diffusion(diffusion, params, self.prompt_ids, others, assembly)
         self.compiled = assembly.grammars.submit(params) if params.given_grammars else None
         if self.compiled is not None:
             self.compiled.result()  # before the engine is locked, so that other threads continue

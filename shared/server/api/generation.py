@@ -20,7 +20,7 @@ from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.server.http.tracing import RequestFacts
 from diptych.shared.text.control_text import ControlText
 from diptych.shared.text.tokenizer import Tokenizer
-from diptych.shared.types import FinishAbort, SamplingParams
+from diptych.shared.types import DiffusionParams, FinishAbort, SamplingParams
 
 MAX_BACKLOG_TOKENS = 16384
 """Tokens of one sample that wait for a client that does not read; beyond, the request is dropped."""
@@ -83,6 +83,7 @@ class Generation:
         is_pooling: bool = False,
         input_embeds: Sequence[bytes] = (),
         images: Sequence[bytes] = (),
+        diffusion: DiffusionParams | None = None,
         name: str | Sequence[str] | None = None,
         form: AnswerForm | None = None,
         keeps_aborted: bool = False,
@@ -107,6 +108,7 @@ class Generation:
             "routing_key": routing_key,
             "is_pooling": is_pooling,
             "images": list(images),
+            "diffusion": diffusion,
         }
         self.form = form
         self.text: TokenText | None = tokenizer  # of the answers

@@ -98,6 +98,14 @@ class NativeSamplingParams(Body):
         }
 
 
+class NativeDiffusion(Body):
+    """Fields of DiffusionParams."""
+
+    mask_id: int
+    block_len: int = 4
+    threshold: float = 0.95
+
+
 class NativeRequest(Body):
     """/generate, in the manner of SGLang's native endpoint: streamed texts are cumulative. Where a field
     takes a list, it has an entry for each prompt."""
@@ -119,6 +127,7 @@ class NativeRequest(Body):
     routing_key: Key | None = None
     cache_salt: Key | None = None
     extra_key: Key | None = None
+    diffusion: NativeDiffusion | None = None
     lora_path: str | list[str | None] | None = None  # SGLang's word for the name of a loaded adapter
     rid: Id | list[Id] | None = None  # echoed, and a name for /abort_request
 

@@ -11,6 +11,7 @@ from diptych.shared.config.parallel import check_can_pause
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.engine.python_runtime import gc_freeze_of_process
+from diptych.shared.engine.requests.diffusion import accept_diffusion
 from diptych.shared.engine.requests.embedding import check_pooling
 from diptych.shared.engine.requests.images import received_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
@@ -154,7 +155,8 @@ class EngineLoop:
             except ValueError as error:  # it was unloaded meanwhile
                 self._refused.append(refusal(message.rid, FinishAbort(str(error), 404)))
                 return
-            extra_key = cache_namespace(message.extra_key, adapter)
+        if adapter is not None or message.diffusion is not None:
+            extra_key = cache_namespace(message.extra_key, adapter, message.diffusion)
         req = Req(
             rid=message.rid,
             origin_input_ids=message.input_ids,
@@ -167,6 +169,7 @@ class EngineLoop:
             prefill_server=message.prefill_server,
             lora=adapter,
             is_pooling=message.is_pooling,
+            diffusion=message.diffusion,
         )
         try:
             check_pooling(req.is_pooling, self.assembly.config, self.assembly.model_config)
@@ -176,6 +179,9 @@ class EngineLoop:
                 req.embeds = embeds_prompt(rows, message.params, config, size, self.assembly.dtype)[1]
             if message.images:
                 req.embeds = received_images(message.input_ids, message.images, self.assembly.vision)
+            if message.diffusion is not None:
+                others = (req.embeds,)
+                accept_diffusion(message.diffusion, message.params, message.input_ids, others, self.assembly)
             if not self.grammar_queue.add(req, message.client):
                 self._add_request(req)
         except ValueError as error:

@@ -15,6 +15,7 @@ import msgspec
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import (
+    DiffusionParams,
     FinishAbort,
     FinishError,
     FinishLength,
@@ -26,7 +27,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 11
+VERSION = 12
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -54,6 +55,7 @@ class Generate(Message):
     is_pooling: bool = False  # no tokens, but an embedding
     images: list[bytes] = []  # uint8 [3, image_size, image_size] each; input_ids have their placeholders
     input_embeds: bytes = b""  # float32 [len(input_ids), hidden_size] in place of input_ids; empty: none
+    diffusion: DiffusionParams | None = None  # None: token by token
 
 
 class Abort(Message):
