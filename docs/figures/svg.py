@@ -58,7 +58,7 @@ class Svg:
         """Coloured squares (class, text) from left to right, in rows. Returns the next free y."""
         x = 0.0
         for cls, text in entries:
-            needed = 20 + 7.6 * len(text) + 14
+            needed = 20 + 7.6 * len(text) + 1.5 * sum(c.isupper() or c.isdigit() for c in text) + 14
             if x and x + needed - 14 > self.width:
                 x, y = 0.0, y + 20
             self.rect(x, y, 13, 13, cls)
