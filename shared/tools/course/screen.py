@@ -100,7 +100,7 @@ def _show_next(out: Console, folder: CourseFolder, stage: Stage) -> None:
             f", task {place} of {len(states)} of stage {stage.number}, {stage.title}",
         )
     )
-    rows = [("read", f"docs/course/{stage.page} (code and figures: make serve-docs)")]
+    rows = [("read", f"docs/course/{stage.page}"), ("site", "make serve-docs, in the clone")]
     left = _open_functions(folder, stage, task)
     rows += [("write", f"{stage.skeleton}:{line}  {name}") for name, line in left] or [
         ("file", stage.skeleton)
