@@ -18,6 +18,7 @@ from safetensors import safe_open
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.hf_config import config_path, read_json
 from diptych.shared.config.hf_multimodal import language_name
+from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
 from diptych.shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
 from diptych.shared.loading.weight_names import KV_SCALE
 from diptych.shared.types.attention import FP8, KVScales
@@ -31,7 +32,7 @@ def kv_cache_of(
     """The dtype of a KV pool with kv_cache_dtype=fp8_e4m3 or fp8_e5m2, and the scales of its layers. None: 1.
     Raises `ValueError` for scales that are missing or that an FP8 pool cannot use."""
     dtype = FP8 if config.kv_cache_dtype == "fp8_e4m3" else torch.float8_e5m2
-    if config.load_format == "dummy":
+    if config.load_format == "dummy" or (folder / GGUF_LINK).is_file():  # which has no scales
         return dtype, None
     scales = read_kv_scales(folder, model_config)
     if scales is not None and model_config.mla is not None:

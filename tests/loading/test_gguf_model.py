@@ -12,14 +12,16 @@ from gguf_files import same_logits, write_file
 from safetensors.torch import load_file
 
 from diptych import LLM
-from diptych.shared.config import read_config
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.loading.gguf_file import write_gguf
 from diptych.shared.loading.gguf_tokenizer import SPLITS, tokenizer_files
-from diptych.shared.loading.gguf_weights import FLOATS, QUANTIZED
+from diptych.shared.loading.gguf_weights import FLOATS, LINK, QUANTIZED
+from diptych.shared.loading.kv_scales import kv_cache_of
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types.attention import FP8
 
 # Without several spaces before a word, the one case that `gguf_file` says is split otherwise.
 TEXTS = [
@@ -87,6 +89,12 @@ def test_the_folder_is_made_once(tmp_path: Path, cache: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
     resolve_model_path(str(file))
     assert len([*(cache / "diptych").iterdir()]) == 2
+
+
+def test_an_fp8_cache_has_no_scales(tmp_path: Path) -> None:
+    (tmp_path / LINK).touch()
+    config = EngineConfig(kv_cache_dtype="fp8_e4m3")
+    assert kv_cache_of(tmp_path, read_config(resolve_model_path("tiny-dense")), config) == (FP8, None)
 
 
 # ---- files written here, tensor by tensor ----
