@@ -27,7 +27,7 @@ pytestmark = pytest.mark.real
 
 LARGEST_KL = {"bf16": 0.01, "fp16": 1e-4, "fp8": 0.1, "fp8-block": 0.1, "int8": 0.1, "int4": 1.5}
 LARGEST_KL |= {"fp8-kv": 0.1, "fp8+fp8-kv": 0.15}
-"""Mean over the text, in nats: several times what docs/models.md shows."""
+"""Mean over the text, in nats."""
 
 
 class Baseline:
