@@ -89,9 +89,9 @@ def on_files(files: Files, config: Any) -> Files:
         for line in expand(file.content_string).splitlines():
             quote = _QUOTE.match(line)
             named.update([quote.group(2)] if quote else _NAMED.findall(line))
-    for path in sorted(named):
-        if path.endswith(".py") and (ROOT / path).is_file():
-            files.append(_page(config, _page_of(path), _source_page(path)))
+    for name in sorted(named):
+        if name.endswith(".py") and (ROOT / name).is_file():
+            files.append(_page(config, _page_of(name), _source_page(name)))
     files.append(File.generated(config, RUN, content=five_requests.page("../source")))
     for name in [*sheets.numbers(), sheets.ALL]:
         files.append(File.generated(config, f"course/sheets/{name}.html", content=sheets.page(name)))
