@@ -49,7 +49,9 @@ class Client(NamedTuple):
 
 def clients() -> list[Client]:
     heads = {path: _HEAD.match(path.read_text("utf-8")) for path in sorted(SCRIPTS.iterdir())}
-    return [Client(head[1], head[2], head[3], head[4], path) for path, head in heads.items() if head is not None]
+    return [
+        Client(head[1], head[2], head[3], head[4], path) for path, head in heads.items() if head is not None
+    ]
 
 
 def main(folder: Path, names: list[str]) -> None:
