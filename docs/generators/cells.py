@@ -38,6 +38,8 @@ class _Cells(string.Formatter):
         unit = format_spec.rstrip("0123456789")
         if value is None:
             return ""
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         if isinstance(value, list):
             return ", ".join(map(str, value))
         if unit not in UNITS:

@@ -33,6 +33,11 @@ def pairs(*files: Results) -> Rows:
     return chain.from_iterable(map(zip, files[::2], files[1::2]))
 
 
+def of_kind(*kinds: str) -> Callable[..., Rows]:
+    """The results of some kinds."""
+    return lambda *files: [result for result in each(*files) if result["kind"] in kinds]
+
+
 def over_first(*files: Results) -> Rows:
     """The first result, and that of each file."""
     return [(files[0][0], results[0]) for results in files]

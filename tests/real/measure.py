@@ -79,15 +79,15 @@ def compared(expected: torch.Tensor, found: torch.Tensor, ids: Sequence[int]) ->
     }
 
 
-def text_ids(llm: LLM) -> list[int]:
+def text_ids(llm: LLM, num_prose: int = 100, num_code: int = 60) -> list[int]:
     """Prose, then code."""
     assert llm.tokenizer is not None
     prose, code = llm.tokenizer.encode(PROSE), llm.tokenizer.encode(CODE)
-    return [*prose[:100], *code[:60]]
+    return [*prose[:num_prose], *code[:num_code]]
 
 
-def answers(llm: LLM) -> list[list[int]]:
-    """Greedy answers to several questions at once."""
+def answers(llm: LLM, num_tokens: int = 8) -> list[list[int]]:
+    """Greedy answers to several questions at once, of at most `num_tokens` tokens."""
     prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
-    found: Any = llm.generate(prompts, temperature=0, max_tokens=8, progress=False)
+    found: Any = llm.generate(prompts, temperature=0, max_tokens=num_tokens, progress=False)
     return [each.output_ids for each in found]
