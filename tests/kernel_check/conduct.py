@@ -81,7 +81,7 @@ def is_killed(x: Any) -> Any:
 
 def answers(x: Any) -> Any:
     """Writes to the pipe of the answers."""
-    for file in range(3, 20):
+    for file in range(3, 1024):
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(file).st_mode):
                 os.write(file, b"\x02\0\0\0\0\0\0\0{}")

@@ -89,8 +89,8 @@ def test_a_check_ends_within_its_time() -> None:
         child.start()
         child.ends_at = time.monotonic() + 0.5
         report = check_kernel(child, target, like, convention)
-    assert "got none" in str(report.failing[0].failure)
-    assert report.num_not_run == len(like.cases) - 1
+    assert (report.status, report.failing) == (2, []), "it may be right: it had less than its own time"
+    assert report.num_not_run == len(like.cases)
 
 
 @pytest.mark.full
