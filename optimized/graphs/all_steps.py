@@ -32,7 +32,7 @@ from diptych.shared.types import ForwardBatch
 
 
 class AllSteps:
-    """The steps of a runner, which it owns: they keep no reference to it."""
+    """The steps of one runner. It keeps them; they keep no reference to it."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_logprob_rows: int) -> None:
         self.config = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ class TowerRows:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()  # requests are prepared in the threads of their callers
 
     # --8<-- [start:tower-rows]
     def rows_of(
@@ -26,12 +28,14 @@ class TowerRows:
     ) -> list[torch.Tensor]:
         """The rows [num_tokens, text_hidden_size] of each image. `tower` runs once,
         over the images that are not in the table."""
-        new = {d: image for d, image in zip(digests, images) if d not in self._rows}
-        found = {d: self._rows[d] for d in digests if d not in new}
+        with self._lock:
+            found = {d: self._rows[d] for d in digests if d in self._rows}
+        new = {d: image for d, image in zip(digests, images) if d not in found}
         if new:
             found |= zip(new, tower(torch.stack(list(new.values()))).unbind())
-        for digest in dict.fromkeys(digests):
-            self._keep(digest, found[digest])
+        with self._lock:
+            for digest in dict.fromkeys(digests):
+                self._keep(digest, found[digest])
         return [found[digest] for digest in digests]
 
     # --8<-- [end:tower-rows]

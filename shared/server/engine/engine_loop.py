@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from diptych.shared.config.parallel import check_can_pause
 from diptych.shared.engine.build.assembly import Assembly
@@ -22,16 +22,15 @@ from diptych.shared.server.engine.load_log import LoadLog, load_of
 from diptych.shared.server.engine.messages import (
     VERSION,
     Abort,
+    Channel,
     Control,
     Dead,
-    FromEngine,
     Generate,
     Heartbeat,
     Load,
     Ready,
     Reply,
     RequestOutput,
-    ToEngine,
     Unreadable,
     finish_of,
     in_messages,
@@ -52,15 +51,6 @@ HEARTBEAT_INTERVAL = 0.25
 """Seconds between heartbeats; the API's picture of the load is at most this old."""
 MAX_MESSAGES_PER_STEP = 512
 """Messages read between two steps: a flood of them must not keep running requests waiting."""
-
-
-class Channel(Protocol):
-    """Where messages come from and go to."""
-
-    def receive(self, timeout: float) -> ToEngine | Unreadable | None:
-        """The next message; None when none comes within `timeout` seconds (0: none is there)."""
-
-    def send(self, message: FromEngine) -> None: ...
 
 
 class EngineLoop:
@@ -305,7 +295,7 @@ class EngineLoop:
         """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps."""
         try:
             return shape_of_tree(self.assembly.parts.tree_cache.nodes(), max_nodes, max_tokens)
-        except Exception as error:  # with replicas the first one works in a thread of its own
+        except (RuntimeError, AssertionError) as error:  # the first of several replicas works in a thread
             raise ValueError(f"the prefix cache has changed while it was read: {error!r}") from error
 
     # ---- steps and messages out ----

@@ -8,7 +8,7 @@ The API sends `Generate`, `Abort` and `Control`; the engine sends `Ready` first,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -265,6 +265,15 @@ def reason_of(finish: Finish) -> FinishReason:
         return FinishString(finish.matched)
     assert finish.token_id is not None
     return FinishToken(finish.token_id)
+
+
+class Channel(Protocol):
+    """The engine's end: where messages come from and go to."""
+
+    def receive(self, timeout: float) -> ToEngine | Unreadable | None:
+        """The next message; None when none comes within `timeout` seconds (0: none is there)."""
+
+    def send(self, message: FromEngine) -> None: ...
 
 
 def decode_to_engine(data: bytes) -> ToEngine | Unreadable:
