@@ -57,7 +57,7 @@ def train_tokenizer(num_chats: int = NUM_TRAINING_CHATS, seed: int | str = "toke
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; AutoTokenizer loads the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": IM_END,
