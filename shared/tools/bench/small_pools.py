@@ -117,7 +117,8 @@ def plot(counts: Sequence[Count], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "diptych"
+    text = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+    matplotlib.rcParams.update({"svg.hashsalt": "diptych", **text})
     from matplotlib import pyplot
 
     loads = list(dict.fromkeys(one.load for one in counts))
