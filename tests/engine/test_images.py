@@ -26,6 +26,7 @@ Image = pytest.importorskip("PIL.Image")
 IMAGE, NUM_ROWS, NUM_NEW = 330, 9, 5
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, return_logprob=True)
 CHUNKED = {"chunked_prefill_size": 6, "enable_mixed_chunk": True, "page_size": 4}
+ON_GPU = {"device": "cuda", "panel": "optimized", "use": {"attention": "triton"}, "skip_warmup": True}
 Answer = tuple[list[int], list[float]]
 TEXT_CONFIG = {
     "model_type": "llama",
@@ -154,6 +155,7 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
         pytest.param({"disable_radix_cache": True}, marks=pytest.mark.full),
         pytest.param({"panel": "optimized", "chunked_prefill_size": 6}, marks=pytest.mark.full),
         pytest.param({"panel": "optimized", **CHUNKED}, marks=pytest.mark.full),
+        *(pytest.param({**ON_GPU, **flags}, marks=pytest.mark.gpu) for flags in ({}, CHUNKED)),
     ],
     ids=str,
 )

@@ -26,6 +26,7 @@ NUM_NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, return_logprob=True)
 WHOLE: dict[str, Any] = {}
 CHUNKED = {"chunked_prefill_size": 7, "enable_mixed_chunk": True, "page_size": 4}
+ON_GPU = {"device": "cuda", "panel": "optimized", "use": {"attention": "triton"}, "skip_warmup": True}
 AHEAD = dict.fromkeys(
     ("scheduler", "model_runner", "radix_cache", "prefill_adder", "schedule_policy"), "optimized"
 )
@@ -107,6 +108,7 @@ def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
                 {"panel": "optimized", **CHUNKED},
             )
         ),
+        *(pytest.param({**ON_GPU, **flags}, marks=pytest.mark.gpu) for flags in (WHOLE, CHUNKED)),
     ],
     ids=str,
 )
