@@ -19,17 +19,9 @@ FIGURES = {
     "draft-tree": "draft_tree.make",
     "expert-load": "expert_load.make",
     "rounding": "rounding.make",
-    "state-copies": "state_copies.make",
-    "tensor-parallel": "tensor_parallel.make",
     "streaming": "streaming.make",
     "roofline": "roofline.make",
     "engines": "charts.engines",
-    "cuda-graphs": "charts.cuda_graphs",
-    "kernels": "charts.kernels",
-    "waiting-queue": "charts.waiting_queue",
-    "pools": "charts.pools",
-    "goodput": "charts.goodput",
-    "sums": "charts.sums",
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import Accepted, DraftTree, SamplingParams
-from docs.figures.svg import CHAR, NARROW, WIDE, Svg, figure, views
+from docs.figures.blocks import boxes, chips, heading, span
+from docs.figures.svg import figure
 
 QUESTION = "Tell me a story about Otto."
 ROUND = 1
@@ -63,13 +64,13 @@ def record() -> list[Round]:
     return rounds
 
 
-def places(parents: list[int]) -> list[tuple[int, float]]:
+def places(parents: list[int]) -> list[tuple[int, int]]:
     """(depth, row) of each node: leaves on rows of their own, a parent beside its first child."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
-    found = [(0, 0.0)] * len(parents)
-    next_row = 0.0
+    found = [(0, 0)] * len(parents)
+    next_row = 0
 
     def place(node: int, depth: int) -> None:
         nonlocal next_row
@@ -83,65 +84,39 @@ def places(parents: list[int]) -> list[tuple[int, float]]:
     return found
 
 
-def draw(rounds: list[Round], width: int) -> Svg:
-    svg, drawn = Svg(width), rounds[ROUND]
-    nodes = places(drawn.parents)
+def draw(drawn: Round) -> str:
+    """A column for each depth; a link leads from the row of the parent to that of the child."""
+    nodes, path = places(drawn.parents), set(drawn.path)
     num_columns = max(depth for depth, _ in nodes) + 2  # the bonus token has its own
-    column = (width - 1) / num_columns
     heads = ["newest", *(f"draft {depth}" for depth in range(1, num_columns - 1)), "bonus"]
-    for depth, head in enumerate(heads):
-        text = head if width == WIDE else head.replace("draft ", "").replace("newest", "new")
-        svg.text(depth * column, 13, text, "s")
-
-    def box(text: str, depth: float, row: float, cls: str) -> None:
-        svg.rect(depth * column, 24 + 32 * row, CHAR * len(text.strip()) + 12, 24, cls)
-        svg.text(depth * column + 6, 40 + 32 * row, text.strip(), "m")
-
-    def link(start: tuple[float, float], end: tuple[float, float], cls: str) -> None:
-        """From the column of the parent to that of the child."""
-        (x0, row0), (x1, row1) = start, end
-        middle = x1 * column - 9
-        y0, y1 = 36 + 32 * row0, 36 + 32 * row1
-        svg.path([(x0 * column + 20, y0), (middle, y0), (middle, y1), (x1 * column, y1)], cls)
-
-    path = set(drawn.path)
-    order = sorted(range(1, len(nodes)), key=lambda node: node in path)  # the accepted path on top
-    for node in order:
-        link(nodes[drawn.parents[node]], nodes[node], "lb" if node in path else "line")
-    last = nodes[drawn.path[-1]]
-    link(last, (last[0] + 1, last[1]), "lb")
-    for node, (depth, row) in enumerate(nodes):
-        box(drawn.tokens[node], depth, row, "fb rb" if node in path else "f0")
-    box(drawn.output[-1], last[0] + 1, last[1], "fc")
-    y = 24 + 32 * (max(row for _, row in nodes) + 1) + 26
-    svg.text(0, y, "The answer, a box for each verification", "b")
-    write_rounds(svg, y + 12, rounds)
-    return svg
-
-
-def write_rounds(svg: Svg, y: float, rounds: list[Round]) -> None:
-    x = 0.0
-    for number, each in enumerate(rounds):
-        text = "".join(each.output).strip()
-        needed = CHAR * len(text) + 12
-        if x and x + needed > svg.width - 1:
-            x, y = 0.0, y + 30
-        svg.rect(x, y, needed, 24, "fb rb" if number == ROUND else "f0")
-        svg.text(x + 6, y + 16, text, "m")
-        x += needed + 6
+    cells = [span("s", head, f"grid-area:1/{depth + 1}") for depth, head in enumerate(heads)]
+    depth, row = nodes[drawn.path[-1]]
+    order = [(node, drawn.tokens[node], *place, drawn.parents[node]) for node, place in enumerate(nodes)]
+    bonus = (-1, drawn.output[-1], depth + 1, row, drawn.path[-1])
+    # The accepted path is on top.
+    for node, text, depth, row, parent in sorted([*order, bonus], key=lambda each: each[0] in path):
+        is_kept = node in path or node < 0
+        if depth:
+            start = nodes[parent][1] + 2
+            link = "link kept" if is_kept else "link"
+            cells.append(f'<i class="{link}" style="grid-area:{start}/{depth}/{row + 3}"></i>')
+        kind = "fc" if node < 0 else "fb rb" if is_kept else "f0"
+        cells.append(span(f"chip m {kind}", text.strip(), f"grid-area:{row + 2}/{depth + 1}"))
+    columns = f"grid-template-columns:repeat({num_columns},minmax(0,1fr))"
+    return f'<div class="tree" style="{columns}">{"".join(cells)}</div>'
 
 
 def make() -> str:
     rounds = record()
     drawn, num_tokens = rounds[ROUND], sum(len(each.output) for each in rounds)
-    accepted = " ".join(token.strip() for token in drawn.output[:-1])
-    label = (
-        f"A tree of {len(drawn.tokens)} nodes. Accepted: {accepted}. Bonus token: {drawn.output[-1].strip()}."
-    )
     caption = (
         "A verification in the reference panel: <code>tiny-dense</code> with the drafter "
         "<code>tiny-dense-eagle3</code>, temperature 0.8. Green: the accepted path. Grey: drafts that are "
         f"not kept. Yellow: the bonus token. {len(rounds)} verifications gave {num_tokens} tokens; the first "
         "token of the answer came from the prefill step."
     )
-    return figure(views(label, draw(rounds, WIDE), draw(rounds, NARROW)), caption)
+    answer = chips(
+        ("m fb rb" if number == ROUND else "m f0", "".join(each.output).strip())
+        for number, each in enumerate(rounds)
+    )
+    return figure(boxes(draw(drawn) + heading("The answer, a box for each verification") + answer), caption)

@@ -7,7 +7,8 @@ import torch
 from diptych.reference.moe import TopK
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
-from docs.figures.svg import NARROW, WIDE, Svg, figure, views
+from docs.figures.blocks import Bar, bars, boxes, grid, heading, percent
+from docs.figures.svg import figure
 
 PROMPTS = (
     [f"What is {n} + {n + 7}?" for n in (3, 12, 25, 31)]
@@ -55,51 +56,26 @@ def experts_read(calls: list[torch.Tensor], batch: int) -> float:
     return sum(counts) / len(counts)
 
 
-def draw(calls: list[torch.Tensor], num_layers: int, width: int) -> Svg:
-    table = loads(calls, num_layers)
-    svg = Svg(width)
-    left = 62 if width == WIDE else 26
-    cell = (width - left - 1) / len(table[0])
-    most = max(map(max, table))
-    even = sum(table[0]) / len(table[0])
-    svg.text(left, 13, "Expert" if width == WIDE else "Expert, and tokens that it computed", "s")
-    for expert in range(len(table[0])):
-        svg.text(left + expert * cell, 31, str(expert), "b")
-    for layer, row in enumerate(table):
-        y = 40 + 36 * layer
-        svg.text(0, y + 17, f"Layer {layer}" if width == WIDE else f"L{layer}", "b")
-        for expert, load in enumerate(row):
-            x = left + expert * cell
-            svg.rect(x, y, cell - 6, 26, "f0")
-            svg.rect(x, y, (cell - 6) * load / most, 26, "fa")
-            svg.text(x + 4, y + 17.5, str(load))
-            mark = x + (cell - 6) * even / most
-            svg.line(mark, y + 23, mark, y + 30, "lc")
-    y = 40 + 36 * num_layers + 24
-    svg.text(0, y, "Experts that a decode step reads, of 8", "b")
-    for i, batch in enumerate(BATCHES):
-        top, mean = y + 12 + 28 * i, experts_read(calls, batch)
-        svg.text(0, top + 15, f"{batch} token{'s' if batch > 1 else ''}")
-        room = width - 80 - 34
-        svg.rect(80, top, room, 20, "f0")
-        svg.rect(80, top, room * mean / 8, 20, "fb")
-        svg.text(width - 28, top + 15, f"{mean:.1f}")
-    return svg
-
-
 def make() -> str:
     calls, num_layers = record()
     table = loads(calls, num_layers)
     even = sum(table[0]) / len(table[0])
     most = max(map(max, table))
-    label = (
-        f"Tokens of each expert. The most loaded expert of a layer computed {most} tokens, an even share is "
-        f"{even:.0f}. A decode step reads {experts_read(calls, 1):.1f} experts of a layer for one token and "
-        f"{experts_read(calls, 16):.1f} for sixteen."
+    rows = [[("b", "Expert"), *(("b", str(expert)) for expert in range(len(table[0])))]]
+    for layer, row in enumerate(table):
+        cells = [
+            ("load", str(load), f"--share:{percent(load / most)};--mark:{percent(even / most)}")
+            for load in row
+        ]
+        rows.append([("b", f"Layer {layer}"), *cells])
+    read = [(batch, experts_read(calls, batch)) for batch in BATCHES]
+    below = bars(
+        Bar(f"{batch} token{'s' * (batch > 1)}", mean / 8, f"{mean:.1f}", "fb") for batch, mean in read
     )
     caption = (
         f"<code>tiny-moe</code> ({num_layers} layers, 8 experts, 2 per token) in the reference panel, "
-        f"{len(PROMPTS)} requests of four kinds. Above: tokens of each expert; the mark below a bar is the "
-        f"even share, {even:.0f}. The most loaded expert has {most / even:.1f} times as many."
+        f"{len(PROMPTS)} requests of four kinds. Above: tokens of each expert; the line is the even share, "
+        f"{even:.0f}. The most loaded expert has {most / even:.1f} times as many."
     )
-    return figure(views(label, draw(calls, num_layers, WIDE), draw(calls, num_layers, NARROW)), caption)
+    title = heading("Experts of a layer that a decode step reads, of 8")
+    return figure(boxes(grid(rows) + title + below), caption)

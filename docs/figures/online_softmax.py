@@ -9,7 +9,8 @@ import torch
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
 from diptych.shared.types.attention import AttentionLayer
-from docs.figures.svg import NARROW, WIDE, Svg, slider, views
+from docs.figures.blocks import Bar, bars, boxes
+from docs.figures.svg import slider
 
 LAYER, HEAD, BLOCK = 3, 3, 8
 NUM_STEPS = 7
@@ -17,7 +18,6 @@ NUM_STEPS = 7
 
 QUESTION = "What is 12 + 30?"
 MARKS = {"<|im_start|>": "‹start›", "<|im_end|>": "‹end›", "\n": "↵", " ": "␣"}
-ROW = 24.0
 
 
 def record() -> tuple[list[str], list[float]]:
@@ -83,33 +83,28 @@ def steps_of(scores: list[float]) -> list[tuple[list[float], str]]:
     return [*found, (softmax, end)]
 
 
-def draw(tokens: list[str], scores: list[float], weights: list[float], is_end: bool, width: int) -> Svg:
-    svg = Svg(width)
-    left, right = 92, 54
-    room = width - left - right
+def draw(tokens: list[str], scores: list[float], weights: list[float], is_end: bool) -> str:
+    """In blocks: the keys that are read, and those that are not, without bars."""
+    rows = []
     for i, (token, score) in enumerate(zip(tokens, scores)):
-        y = ROW * i + 10 * (i // BLOCK)
-        is_read = i < len(weights)
-        svg.text(0, y + 15, token, "m" if is_read else "m s")
-        if is_read:
-            is_now = i >= len(weights) - BLOCK and not is_end
-            svg.rect(left, y, max(1.0, room * weights[i]), 19, "sa" if is_now else "fa")
-            text = f"{weights[i]:.0%}".replace("%", " %") if is_end else f"{score:.1f}".replace("-", "−")
-            svg.text(width - 1, y + 15, text, "end")
-        else:
-            svg.line(left, y + 10, width - right, y + 10, "dash")
-    svg.height = ROW * len(tokens) + 10 * ((len(tokens) - 1) // BLOCK)
-    return svg
+        if i >= len(weights):
+            rows.append(Bar(token, 0, "–", "f0", "s"))
+            continue
+        is_now = i >= len(weights) - BLOCK and not is_end
+        text = f"{weights[i]:.0%}".replace("%", " %") if is_end else f"{score:.1f}".replace("-", "−")
+        rows.append(Bar(token, weights[i], text, "sa" if is_now else "fa"))
+    return boxes(
+        "".join(bars(rows[start : start + BLOCK], "m blocks") for start in range(0, len(rows), BLOCK))
+    )
 
 
 def make() -> str:
     tokens, scores = record()
-    found, pictures = steps_of(scores), []
-    for number, (weights, text) in enumerate(found, start=1):
-        is_end = number == len(found)
-        label = ", ".join(f"{token} {weight:.2f}" for token, weight in zip(tokens, weights))
-        wide, narrow = (draw(tokens, scores, weights, is_end, width) for width in (WIDE, NARROW))
-        pictures.append((views(f"Weights of the keys. {label}", wide, narrow), text))
+    found = steps_of(scores)
+    pictures = [
+        (draw(tokens, scores, weights, number == len(found)), text)
+        for number, (weights, text) in enumerate(found, start=1)
+    ]
     return slider(
         pictures,
         f"Attention of the newest token of a real run: <code>tiny-dense</code>, layer {LAYER}, head {HEAD}, "

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
-from docs.figures.svg import HUES, NARROW, WIDE, Svg, slider, views
+from docs.figures.blocks import boxes, chips, heading, span
+from docs.figures.svg import slider
 
 PAGE_SIZE = 4
 NUM_PAGES = 32
 QUESTIONS = {"A": "What is 12 + 30?", "B": "Count from 3 to 9.", "C": "What is 7 + 8?"}
-CELL, GAP, ROW = 8.0, 8.0, 52.0
+HUES = dict(zip(QUESTIONS, ("fa", "fb", "fc")))
 
 
 @dataclass
@@ -85,59 +86,29 @@ def record() -> list[tuple[State, str]]:
     return run.states
 
 
-def draw(state: State, width: int) -> Svg:
-    svg = Svg(width)
-    per_row = 16 if width == WIDE else 8
-    owner = {page: name for name, pages in state.page_tables.items() for page in pages}
-    edges = []  # between the slots of a page
-    for page in range(1, NUM_PAGES + 1):
-        row, column = divmod(page - 1, per_row)
-        x, y = column * (PAGE_SIZE * CELL + GAP), row * ROW
-        name = owner.get(page)
-        svg.text(x + PAGE_SIZE * CELL / 2, y + 12, str(page), "mid" if name else "mid s")
-        svg.rect(x, y + 18, PAGE_SIZE * CELL, 22, "f0")
-        if name:
-            used = min(PAGE_SIZE, state.num_tokens[name] - PAGE_SIZE * state.page_tables[name].index(page))
-            svg.rect(x, y + 18, used * CELL, 22, hue(name))
-        edges += [(x + slot * CELL, y + 18) for slot in range(1, PAGE_SIZE)]
-    svg.strokes([(x, y, x, y + 22) for x, y in edges], "cut")
-    y = svg.height + 26
+def draw(state: State) -> str:
+    """The pages with their slots, the page tables, and the free list."""
+    slots = dict.fromkeys(range(1, NUM_PAGES + 1), ["f0"] * PAGE_SIZE)
+    for name, pages in state.page_tables.items():
+        for i, page in enumerate(pages):
+            used = min(PAGE_SIZE, state.num_tokens[name] - PAGE_SIZE * i)
+            slots[page] = [HUES[name]] * used + ["f0"] * (PAGE_SIZE - used)
+    pool = "".join(
+        f"<div>{span('' if set(kinds) != {'f0'} else 's', str(page))}"
+        f'<div class="slots">{"".join(f"""<i class="{kind}"></i>""" for kind in kinds)}</div></div>'
+        for page, kinds in slots.items()
+    )
+    parts = [f'<div class="pool">{pool}</div>']
     for name, question in QUESTIONS.items():
         pages = state.page_tables.get(name, [])
-        y = chips(svg, y, f"{name}  {question}", pages, hue(name), f"{state.num_tokens.get(name, 0)} tokens")
-    chips(svg, y, "Free list", state.free, "f0", f"{len(state.free)} pages")
-    return svg
-
-
-def chips(svg: Svg, y: float, name: str, pages: list[int], cls: str, note: str) -> float:
-    """One page table: a name, a number of tokens, and page numbers in order. Returns the next free y."""
-    svg.text(0, y, name, "b")
-    svg.text(176, y, note if pages else "–", "s")
-    is_wide = svg.width == WIDE
-    x0, y0 = (262.0, y - 15) if is_wide else (0.0, y + 7)
-    per_row = int((svg.width - x0) // 26)
-    for i, page in enumerate(pages):
-        x, top = x0 + i % per_row * 26, y0 + i // per_row * 24
-        svg.rect(x, top, 24, 20, cls)
-        svg.text(x + 12, top + 14.5, str(page), "mid")
-    rows = max(1, -(-len(pages) // per_row)) if pages or is_wide else 0
-    return y0 + rows * 24 + (21 if is_wide else 26)
-
-
-def hue(name: str) -> str:
-    return f"f{HUES[list(QUESTIONS).index(name)]}"
+        note = f"{state.num_tokens[name]} tokens" if pages else "no pages"
+        parts += [heading(f"{name}, “{question}”: {note}"), chips((HUES[name], str(page)) for page in pages)]
+    free = chips(("f0", str(page)) for page in state.free)
+    return boxes("".join([*parts, heading(f"Free list: {len(state.free)} pages"), free]))
 
 
 def make() -> str:
-    steps = []
-    for state, text in record():
-        label = "The page pool. Pages of " + ", ".join(
-            f"{name}: {pages}" for name, pages in state.page_tables.items()
-        )
-        text = text.format(**state.num_tokens)
-        steps.append(
-            (views(f"{label}. Free pages: {state.free}", draw(state, WIDE), draw(state, NARROW)), text)
-        )
+    steps = [(draw(state), text.format(**state.num_tokens)) for state, text in record()]
     return slider(
         steps,
         f"A pool of {NUM_PAGES} pages with {PAGE_SIZE} slots each, in a run of the reference panel with "

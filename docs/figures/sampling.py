@@ -12,7 +12,8 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.sampling.logprobs import sort_descending
 from diptych.shared.sampling.noise import gumbel_noise
 from diptych.shared.types import SamplingBatchInfo, SamplingParams
-from docs.figures.svg import NARROW, WIDE, Svg, slider, views
+from docs.figures.blocks import Bar, bars, boxes
+from docs.figures.svg import slider
 
 QUESTION = "Read this story: Mara lives in Bergen. Mara works as a baker. Who is the nurse?"
 TEMPERATURE, TOP_K, TOP_P = 2.0, 6, 0.35
@@ -150,30 +151,28 @@ def record() -> list[tuple[list[Row], str]]:
     ]
 
 
-def draw(rows: list[Row], width: int) -> Svg:
-    svg = Svg(width)
-    left, right = 62, 66
-    room = width - left - right
-    for i, row in enumerate(rows):
-        y = 30 * i
-        cls = "sb" if row.is_drawn else "fb" if row.is_kept else "f0"
-        svg.text(0, y + 17, row.token, "m" if row.is_kept else "m s")
-        svg.rect(left, y, max(1.0, room * row.value), 24, cls)
-        if row.mark is not None:
-            svg.line(left + room * row.mark, y - 2, left + room * row.mark, y + 26, "lc")
-        svg.text(width - 1, y + 17, row.text, "end" if row.is_kept else "end s")
-    svg.height = 30 * len(rows)
-    return svg
+def draw(rows: list[Row]) -> str:
+    """Grey: removed. Strong colour: drawn."""
+    return boxes(
+        bars(
+            (
+                Bar(
+                    row.token,
+                    row.value,
+                    row.text,
+                    "sb" if row.is_drawn else "fb" if row.is_kept else "f0",
+                    "" if row.is_kept else "s",
+                    row.mark,
+                )
+                for row in rows
+            ),
+            "m",
+        )
+    )
 
 
 def make() -> str:
-    steps = []
-    for rows, text in record():
-        label = "Candidates of a draw. " + ", ".join(
-            f"{row.token}: {row.text}" + (" (drawn)" if row.is_drawn else "" if row.is_kept else " (removed)")
-            for row in rows
-        )
-        steps.append((views(label, draw(rows, WIDE), draw(rows, NARROW)), text))
+    steps = [(draw(rows), text) for rows, text in record()]
     return slider(
         steps,
         f"The first token of an answer of <code>tiny-dense</code> to “{QUESTION}”, computed with the "

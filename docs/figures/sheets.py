@@ -96,7 +96,7 @@ def _section(stage: Stage) -> str:
 def page(name: str) -> str:
     """A file of HTML that needs no other: one sheet by the number of its stage, or all of them."""
     css = (FOLDER.parent / "stylesheets" / "figures.css").read_text(encoding="utf-8")
-    colours, pictures = _COLOURS.search(css), css[css.index(".picture text {") : css.index("/* The sweep")]
+    colours, pictures = _COLOURS.search(css), css[css.index(".picture text {") : css.index("/* Home")]
     assert colours is not None
     style = (FOLDER / "sheets.css").read_text(encoding="utf-8")
     wanted = [stage for stage in STAGES if stage.number in sheets() and name in (ALL, stage.number)]

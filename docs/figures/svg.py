@@ -15,9 +15,6 @@ STYLES = Path(__file__).parents[1] / "stylesheets" / "figures.css"
 HUES = ("a", "b", "c", "d", "e")
 """Class names of the colours: `fa` is a light fill for text, `sa` a strong one, `la` a line."""
 
-CHAR = 8.5
-"""Width of one character of the monospaced text, in pixels."""
-
 
 @dataclass
 class Svg:
@@ -109,11 +106,11 @@ def figure(body: str, caption: str, cls: str = "") -> str:
     return f'<figure class="{cls}">\n{body}\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
-def slider(steps: list[tuple[str, str]], caption: str, legend: str = "") -> str:
-    """Steps (views, text): one below the other, and with JavaScript one at a time
+def slider(steps: list[tuple[str, str]], caption: str) -> str:
+    """Steps (picture, text): one below the other, and with JavaScript one at a time
     (docs/javascripts/steps.js)."""
     body = "\n".join(
-        f'<div class="step" id="">\n<p><b>Step {i} of {len(steps)}.</b> {escape(text)}</p>\n{picture}\n</div>'
+        f'<div class="step">\n<p><b>Step {i} of {len(steps)}.</b> {escape(text)}</p>\n{picture}\n</div>'
         for i, (picture, text) in enumerate(steps, start=1)
-    ).replace(' id=""', "")
-    return figure(body + ("\n" + legend if legend else ""), caption, "steps")
+    )
+    return figure(body, caption, "steps")

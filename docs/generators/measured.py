@@ -10,7 +10,8 @@ A page defines a table in its marker, and other pages show it by its name:
     -->
 
 `rows` is a function of result_rows.py or profile_rows.py with its arguments; without it each result is a row.
-`row` has templates of cells (cells.py); without it the rows are cells. `names` are the first cells.
+`row` has templates of cells (cells.py); without it the rows are cells. `names` are the first cells. Columns
+that `bars` names have a bar behind each number, on one scale.
 """
 
 from __future__ import annotations
@@ -51,7 +52,17 @@ def measured(name: str, notes: Notes | None = None) -> str:
     cells = [list(row) for row in _cells(of, files)]
     is_number = [all(re.match(r"[\d*]|$", str(row[i])) for row in cells) for i in range(len(head))]
     align = "".join("r" if each else "l" for each in is_number)
+    columns = [head.index(name) for name in of["bars"].split(" | ")] if "bars" in of else []
+    most = max((number_of(row[i]) for row in cells for i in columns), default=0)
+    for row in cells:
+        for i in columns:
+            share = f"--share:{100 * number_of(row[i]) / most:.1f}%"
+            row[i] = f'<span class="share" style="{share}">{row[i]}</span>'
     return f"{table(head, cells, align)}\n\n{source(files)}"
+
+
+def number_of(cell: object) -> float:
+    return float(re.sub(r"[^\d.]", "", str(cell)) or 0)
 
 
 def _cells(of: Notes, files: Sequence[str]) -> list[list[object]]:

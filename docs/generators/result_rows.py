@@ -53,12 +53,15 @@ def by(*keys: str) -> Callable[[Results, Results], Rows]:
     return join
 
 
+def text_of(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
 def beside_peers(method: str, *shapes: str) -> Callable[..., Rows]:
     """Each shape with the best public number of other engines."""
 
     def join(*files: Results) -> Rows:
         from diptych.shared.tools.bench.peers import ROWS
-        from docs.figures.charts import text_of
 
         for shape, (r,) in zip(shapes, files):
             engine, best = getattr(ROWS[shape], method)()

@@ -54,6 +54,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = ""
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def cells_of(line: str) -> list[str]:
+    """The texts of a row, without marks and links."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).replace("*", "").replace("`", "")
+    return [each.strip() for each in plain.strip("|").split("|")]
+
+
 def wrapping(text: str) -> str:
     """A table of long names, which may break anywhere (docs/stylesheets/extra.css)."""
     return f'<div class="wraps" markdown>\n\n{text}\n\n</div>'

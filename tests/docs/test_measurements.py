@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from docs.figures.tables import cells_of
 from docs.generators import measured, record_measurements
 from docs.generators.expand import expand
+from docs.generators.tables import cells_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements"

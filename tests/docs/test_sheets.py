@@ -21,7 +21,7 @@ def test_it_is_linked_and_complete(stage: Stage) -> None:
     for heading in ("By hand", "Shapes", "Invariants", "Costs"):
         assert f"<h2>{heading}</h2>" in page
     has_picture = "docs/figures/" in (sheets.COURSE / stage.page).read_text(encoding="utf-8")
-    assert ("<h2>Picture</h2>" in page) == ('<svg class="wide"' in page) == has_picture
+    assert ("<h2>Picture</h2>" in page) == ('<figure class="picture' in page) == has_picture
     assert len(sheets.sheets()[stage.number]["invariants"]) >= 4
     assert len(sheets.sheets()[stage.number]["costs"]) >= 3
 
