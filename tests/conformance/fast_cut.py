@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from diptych.shared.tools.conformance.clauses.case import fields_of
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
-from tests.conformance.killers import killers
+from tests.conformance.mutants.mutant import killers
 
 MAX_KEPT = 5  # a clause of so few cases keeps them all
 MAX_COVER = 6

@@ -25,37 +25,31 @@ from tqdm import tqdm
 from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, check_implementation, clauses_of
 from tests.conformance.fast_cut import fast_clauses
-from tests.conformance.killers import KILLERS_FILE, Mutant, holds, killers, planted
+from tests.conformance.killers import caught, killers, planted
+from tests.conformance.mutants.mutant import KILLERS_FILE
+from tests.planted import Bug
 
 MOST = 2
 """Bugs of a clause."""
 
 
-def find_killer(mutant: Mutant, counts: Counter[str]) -> list[str] | None:
+def find_killer(bug: Bug, counts: Counter[str]) -> list[str] | None:
     """The first [clause, case] that catches the bug: clauses with few bugs first, cases of the fast cut
     before the others; None: it survives."""
-    reference = registry.load(mutant.component, "reference")
+    reference = registry.load(bug.where, "reference")
     for find in (fast_clauses, clauses_of):
-        for clause in sorted(find(mutant.component), key=lambda clause: counts[clause.name]):
-            for verdict in check_implementation([clause], mutant.impl, reference, shrink_failures=False):
+        for clause in sorted(find(bug.where), key=lambda clause: counts[clause.name]):
+            for verdict in check_implementation([clause], bug.planted, reference, shrink_failures=False):
                 if not verdict.holds:
                     return [verdict.clause.name, verdict.case.name]
     return None
 
 
-def is_stale(mutant: Mutant) -> bool:
-    try:
-        return mutant.key not in killers() or holds(mutant, killers()[mutant.key])
-    except LookupError:
-        return True
-
-
 def wrong_counts(component: str) -> dict[str, int]:
     """Clause -> its number of bugs, where that is not one or two."""
+    bugs = planted()
     counts = Counter(
-        killers()[mutant.key][0]
-        for mutant in planted()
-        if mutant.component == component and mutant.key in killers()
+        killer[0] for name, killer in killers().items() if name in bugs and bugs[name].where == component
     )
     names = [clause.name for clause in clauses_of(component)]
     return {name: counts[name] for name in names if not 1 <= counts[name] <= MOST}
@@ -63,22 +57,21 @@ def wrong_counts(component: str) -> dict[str, int]:
 
 def main(components: list[str]) -> int:
     """Write the file. Returns the number of bugs that survive."""
-    mutants = {mutant.key: mutant for mutant in planted()}
-    known = killers()
-    for name in set(known) - set(mutants):
+    bugs, known = planted(), killers()
+    for name in set(known) - set(bugs):
         del known[name]
-    chosen = [mutant for mutant in mutants.values() if mutant.component in components]
-    stale = [mutant for mutant in tqdm(chosen, "check") if is_stale(mutant)]
-    for mutant in stale:
-        known.pop(mutant.key, None)
+    chosen = [bug for bug in bugs.values() if bug.where in components]
+    stale = [bug for bug in tqdm(chosen, "check") if not caught(bug)]
+    for bug in stale:
+        known.pop(bug.name, None)
     survivors = []
-    for mutant in tqdm(stale, "search"):
-        counts = Counter(known[name][0] for name in known if mutants[name].component == mutant.component)
-        killer = find_killer(mutant, counts)
+    for bug in tqdm(stale, "search"):
+        counts = Counter(known[name][0] for name in known if bugs[name].where == bug.where)
+        killer = find_killer(bug, counts)
         if killer is None:
-            survivors.append(mutant.key)
+            survivors.append(bug.name)
         else:
-            known[mutant.key] = killer
+            known[bug.name] = killer
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     KILLERS_FILE.write_text(f"{{\n{lines}\n}}\n")
     for name in survivors:

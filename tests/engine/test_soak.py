@@ -66,7 +66,7 @@ class KeepsTheRetractedToken(Scheduler):
             req.output_ids.pop()
 
 
-LeaksOnAbort = AbortLeaksMemory.impl
+LeaksOnAbort = AbortLeaksMemory.planted
 
 
 @pytest.mark.parametrize(

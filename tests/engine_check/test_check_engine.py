@@ -19,18 +19,21 @@ from diptych.shared.tools.conformance.whole_engine.engine_gate import (
     invariance_gate,
     kl_by_prompt,
 )
+from tests.engine_check import wrong_engines
+from tests.planted import Bug, Bugs
 
-WRONG = Path(__file__).with_name("wrong_engines.py")
-FAULTS = [
-    ("ScaleOff", "float32", {"KL divergence", "NLL error"}),
-    ("ScaleOff", "bfloat16", {"KL divergence", "NLL error"}),
-    ("FewBitKeys", "bfloat16", {"KL divergence", "NLL error"}),
-    ("BiasedOutput", "bfloat16", {"KL divergence", "NLL error"}),
-    ("Neighbours", "float32", {"batch invariance"}),
-    ("LostPrefix", "float32", {"prefix cache invariance"}),
-    ("NotANumber", "float32", {"KL divergence"}),
-]
-IN_THE_FAST_CUT = ("LostPrefix", "float32")
+ENGINES = Bugs("engine")
+for _name, _dtype, _gates in (
+    ("ScaleOff", "float32", "KL divergence, NLL error"),
+    ("ScaleOff", "bfloat16", "KL divergence, NLL error"),
+    ("FewBitKeys", "bfloat16", "KL divergence, NLL error"),
+    ("BiasedOutput", "bfloat16", "KL divergence, NLL error"),
+    ("Neighbours", "float32", "batch invariance"),
+    ("LostPrefix", "float32", "prefix cache invariance"),
+    ("NotANumber", "float32", "KL divergence"),
+):
+    _wrong = getattr(wrong_engines, _name)
+    ENGINES.add(f"{_name}-{_dtype}", _wrong, where=f"attention,dtype={_dtype}", finder=_gates)
 
 
 def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, str]:
@@ -45,20 +48,16 @@ def run(arm: str, against: str, tmp_path: Path, *more: str) -> dict[str, str]:
     return {gate["name"]: gate["verdict"] for gate in gates}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "gates"),
-    [
-        pytest.param(
-            *each, id=f"{each[0]}-{each[1]}", marks=[] if each[:2] == IN_THE_FAST_CUT else [pytest.mark.full]
-        )
-        for each in FAULTS
-    ],
-)
-def test_planted_faults_fail_their_gates(name: str, dtype: str, gates: set[str], tmp_path: Path) -> None:
-    found = run(f"attention={WRONG}:{name},dtype={dtype}", f"reference,dtype={dtype}", tmp_path)
+@ENGINES.found_by(is_fast=lambda _, bug: bug.name == "LostPrefix-float32")
+def test_planted_faults_fail_their_gates(bug: Bug, tmp_path: Path) -> dict[str, str]:
+    _, _, dtype = bug.where.partition(",")
+    found = run(
+        f"attention={wrong_engines.__file__}:{bug.plant.__name__},{dtype}", f"reference,{dtype}", tmp_path
+    )
     # Six prompts are too few for some faults beside the rounding of bfloat16: none is accepted.
-    wrong = {"fails"} if dtype == "float32" else {"fails", "undecided"}
-    assert gates <= {gate for gate, verdict in found.items() if verdict in wrong}, found
+    wrong = {"fails"} if dtype == "dtype=float32" else {"fails", "undecided"}
+    failing = {gate for gate, verdict in found.items() if verdict in wrong}
+    return {bug.finder if failing.issuperset(bug.finder.split(", ")) else str(found): ""}
 
 
 @pytest.mark.full

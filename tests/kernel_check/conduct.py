@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from docs.examples.my_kernels import silu_and_mul
+from tests.planted import Bugs
 
 
 def patches_its_process(x: Any) -> Any:
@@ -88,7 +89,8 @@ def answers(x: Any) -> Any:
     return silu_and_mul(x)
 
 
-CONDUCT = {
+CONDUCT = Bugs("conduct", "silu_and_mul", "check kernel")
+for _function, _says in {
     hangs: "a return within 1 s, got none",
     hangs_in_c: "a return within 1 s, got none",
     exits: "ended with exit code 3",
@@ -98,5 +100,5 @@ CONDUCT = {
     takes_memory: "memory",
     is_killed: "ended with signal SIGKILL",
     answers: "malformed",
-}
-"""function -> what the only failure says"""
+}.items():
+    CONDUCT.add(_function.__name__, _function, says=_says)

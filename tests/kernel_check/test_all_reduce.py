@@ -16,9 +16,11 @@ from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from tests.kernel_check import reductions
+from tests.planted import Bug, Bugs
 
 LIKE = all_reduce_like()
-WRONG = {
+WRONG = Bugs("all-reduce", finder="check kernel")
+for _name, (_convention, _says) in {
     "own_first": ("torch", "the sum on rank 2: expected the bits of rank 0"),
     "order_of_arrival": ("torch", "the sum: expected the bits of the first run: additions in a fixed order"),
     "last_bit": ("torch", "the sum on rank 1: expected the bits of rank 0"),
@@ -41,8 +43,8 @@ WRONG = {
     "one_hangs": ("torch", "the call: expected a return within"),
     "returns_nothing": ("vllm", "returns NoneType, not a tensor"),
     "float32_result": ("vllm", "all ranks: dtype of out: float32, expected that of the input"),
-}
-"""name -> convention, what must be said"""
+}.items():
+    WRONG.add(_name, getattr(reductions, _name), where=_convention, says=_says)
 
 
 def cases_of(*texts: str) -> tuple[Case, ...]:
@@ -83,21 +85,19 @@ def test_refused_layouts_are_no_failures(ranks: RankProcesses) -> None:
     assert "must be contiguous" in str(report.verdicts[1].refusal)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@WRONG.found_by()
 def test_planted_faults_are_found_and_named(
-    ranks: RankProcesses, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bug: Bug, ranks: RankProcesses, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
     monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.3)
-    convention, expected = WRONG[name]
     slices = "5 x 96, slices of wider rows, float32"
     case = {"dense_memory": slices, "asserts_dense": slices, "float32_result": "3 x 63, bfloat16"}
     with monkeypatch.context() as patch:
-        if name == "one_hangs":
+        if bug.name == "one_hangs":
             patch.setattr(ranks, "seconds", 0.5)
-        report = check(ranks, name, convention, case.get(name, "3 x 63, float32"))
-    assert report.status == 1
+        report = check(ranks, bug.name, bug.where, case.get(bug.name, "3 x 63, float32"))
     said = [str(verdict.failure) for verdict in report.failing] + report.names
-    assert any(expected in each for each in said), said
+    return {"check kernel": "; ".join(said)} if report.status == 1 else {}
 
 
 @pytest.mark.full

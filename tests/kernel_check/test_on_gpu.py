@@ -8,13 +8,13 @@ import pytest
 
 from diptych.shared.tools.bench.bare_kernel import LATE
 from diptych.shared.tools.conformance.kernels.gpu_memory import GPUMemory
-from tests.kernel_check.cheat_runs import found
-from tests.kernel_check.cheats import HONEST, PATTERNS
+from tests.kernel_check.cheat_runs import CHEATS, found
+from tests.kernel_check.cheats import HONEST
 from tests.kernel_check.honest_runs import run_seeds
-from tests.kernel_check.test_cheats import TABLE
-from tests.kernel_check.test_formats import WRONG, reports_of
+from tests.kernel_check.test_formats import WRONG, found_by_name, reports_of
 from tests.kernel_check.test_timed_calls import failure_of_timing
 from tests.kernel_check.trace_data import DEFINITIONS, solution
+from tests.planted import Bug
 
 pytestmark = pytest.mark.gpu
 OF_GPU = {
@@ -30,14 +30,11 @@ def without_case(name: str) -> str:
     return name.partition(": ")[2] if name.startswith("in ") else name
 
 
-@pytest.mark.parametrize("like", HONEST)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_are_found_and_named(pattern: int, like: str) -> None:
-    name = found(pattern, like)
-    if pattern in OF_GPU:
-        assert name.startswith(OF_GPU[pattern])
-    else:
-        assert without_case(name) == without_case(TABLE[str(pattern)]["found"][like])
+@CHEATS.found_by()
+def test_patterns_are_found_and_named(bug: Bug) -> dict[str, str]:
+    name, of_gpu = found(*bug.plant), OF_GPU.get(bug.plant[0])
+    is_named = name.startswith(of_gpu) if of_gpu else without_case(name) == without_case(bug.finder)
+    return {bug.finder if is_named else name: ""}
 
 
 @pytest.mark.parametrize("like", HONEST)
@@ -58,7 +55,4 @@ def test_results_that_are_computed_after_the_clock_are_named() -> None:
 def test_references_hold_and_wrong_solutions_fail(name: str, tmp_path: Path) -> None:
     for report in reports_of(tmp_path, name, solution(name)):
         assert report.status == 0, [(each.case, each.failure) for each in report.failing]
-    change, expected = WRONG[name]
-    report = reports_of(tmp_path, name, solution(name, change))[-1]
-    assert report.status == 1
-    assert any(expected in each for each in report.names) or not expected, report.names
+    WRONG[name].expect(found_by_name(WRONG[name], tmp_path))

@@ -10,6 +10,7 @@ import torch
 from docs.examples.my_kernels import paged_decode, rms_norm, rms_norm_eps_outside, rope, silu_and_mul
 from tests.kernel_check.right import add_norm, extend, mla, moe, row_of_each, w8a8
 from tests.kernel_check.wrong_draws import WRONG_DRAWS
+from tests.planted import Bugs
 
 
 def heads_interleaved(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
@@ -133,7 +134,7 @@ def rope_pairs(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     return tuple(results)
 
 
-WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
+_ROWS: dict[str, tuple[str, Callable[..., Any], str]] = {
     **WRONG_DRAWS,
     "last token": (
         "attention.decode",
@@ -283,3 +284,6 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "channel scales": ("w8a8", lambda a, b, s, t, d: w8a8(a, b, s, t * 0 + 1, d), "scales of the output"),
 }  # fmt: skip
 """name -> operation, function in the convention of torch, what must be in the verdict"""
+WRONG = Bugs("kernel", finder="check kernel")
+for _name, (_like, _function, _says) in _ROWS.items():
+    WRONG.add(_name, _function, where=_like, says=_says)

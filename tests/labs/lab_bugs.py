@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.planted import Bugs
+
 GITHUB = "https://github.com/"
 
 
 @dataclass(frozen=True)
-class Bug:
+class LabBug:
     title: str
     story: str
     scene: str  # function of shared/tools/course/lab_scenes.py
@@ -20,7 +22,7 @@ class Bug:
 
 
 BUGS = (
-    Bug(
+    LabBug(
         title="Right alone, wrong in a batch of three",
         story="""The new model was demonstrated all morning without a mistake. In the afternoon
         three people asked at the same time.""",
@@ -43,7 +45,7 @@ BUGS = (
             "nod-ai/amd-shark-ai/issues/2235",
         ),
     ),
-    Bug(
+    LabBug(
         title="The end of the answer says too much",
         story="""A customer streams JSON and stops before a key. Now his parser sees the key after
         all.""",
@@ -66,7 +68,7 @@ BUGS = (
             "SharpAI/SwiftLM/issues/126",
         ),
     ),
-    Bug(
+    LabBug(
         title="Short questions only",
         story="""All tests of the release passed: their prompts have fewer than 100 tokens. Then
         a user pasted a document.""",
@@ -93,7 +95,7 @@ BUGS = (
             "EleutherAI/gpt-neox/issues/1003",
         ),
     ),
-    Bug(
+    LabBug(
         title="Less variety than promised",
         story="""The writers complain that at top_p = 0.5 the assistant has lost a part of its
         vocabulary.""",
@@ -116,7 +118,7 @@ BUGS = (
             "Biohub/esm/pull/360",
         ),
     ),
-    Bug(
+    LabBug(
         title="A word too many",
         story="""Operations set --chunked-prefill-size so that long prompts stop blocking others.
         Since then long prompts get odd answers.""",
@@ -140,7 +142,7 @@ BUGS = (
             "sgl-project/sglang/pull/37295",
         ),
     ),
-    Bug(
+    LabBug(
         title="Whose prefix is it?",
         story="""The answers are right, and a security audit is not content: it measures the time
         to the first token.""",
@@ -162,7 +164,7 @@ BUGS = (
             "vllm-project/vllm/issues/44701",
         ),
     ),
-    Bug(
+    LabBug(
         title="It needs a restart every Tuesday",
         story="""Answers are right and fast. After some days the server takes fewer requests at a
         time, and in the end none.""",
@@ -185,7 +187,7 @@ BUGS = (
             "sgl-project/sglang-jax/issues/70",
         ),
     ),
-    Bug(
+    LabBug(
         title="The same seed, another answer",
         story="""An evaluation was repeated with the same seeds and gave other numbers. On the
         developer's laptop it does not.""",
@@ -207,7 +209,7 @@ BUGS = (
             "vllm-project/vllm/issues/1211",
         ),
     ),
-    Bug(
+    LabBug(
         title="The first answer is right",
         story="""After each restart the engine answers the first question perfectly. Monitoring
         asks one question after a restart, and is content.""",
@@ -227,7 +229,7 @@ BUGS = (
         nothing else may.""",
         links=("nod-ai/amd-shark-ai/issues/2235",),
     ),
-    Bug(
+    LabBug(
         title="Two users, one thought",
         story="""Two users send the same question in the same second. One gets the answer, the
         other one something else.""",
@@ -249,7 +251,7 @@ BUGS = (
         freed.""",
         links=("sgl-project/mini-sglang/pull/142",),
     ),
-    Bug(
+    LabBug(
         title="Five crashes in a night",
         story="""Under load the whole engine stops, with every request in it. The last one to come
         had a long prompt.""",
@@ -272,7 +274,7 @@ BUGS = (
             "sgl-project/sglang/pull/23174",
         ),
     ),
-    Bug(
+    LabBug(
         title="Right, and slow",
         story="""No answer is wrong, and the cache has the size it always had. Since the last
         release the popular system prompt is computed again and again.""",
@@ -296,3 +298,7 @@ BUGS = (
         ),
     ),
 )
+LABS = Bugs("lab")
+for _bug in BUGS:
+    _story = " ".join(_bug.story.split())
+    LABS.add(_bug.title, _bug.changes, _story, where=_bug.component, finder=_bug.best)

@@ -11,10 +11,10 @@ from typing import Any
 from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses import suite
 from diptych.shared.tools.course import labs
-from tests.labs.lab_bugs import BUGS, GITHUB, Bug
+from tests.labs.lab_bugs import BUGS, GITHUB, LabBug
 
 
-def catching(bug: Bug, number: int) -> list[str]:
+def catching(bug: LabBug, number: int) -> list[str]:
     """The clauses that catch the bug; the best one first."""
     target = registry.IMPLEMENTATIONS[bug.component]["reference"]
     module, _, attribute = target.partition(":")
@@ -34,7 +34,7 @@ def catching(bug: Bug, number: int) -> list[str]:
     return [bug.best, *(name for name in found if name != bug.best)]
 
 
-def fields_of(bug: Bug, clauses: list[str]) -> dict[str, Any]:
+def fields_of(bug: LabBug, clauses: list[str]) -> dict[str, Any]:
     """What is sealed."""
     return {
         "component": bug.component,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from diptych.shared.interfaces.scheduler import SchedulerState
 from diptych.shared.scheduling.invariants import InvariantViolation, check_idle, check_invariants
 from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
 from diptych.shared.types import Req
+from tests.planted import Bug, Bugs
 
 
 def busy_world(page_size: int = 2) -> tuple[CacheWorld, Req, Req]:
@@ -159,7 +160,8 @@ def change_the_namespace(world: CacheWorld, first: Req, second: Req) -> None:
     second.extra_key = "other"
 
 
-FAULTS: list[tuple[Callable[[CacheWorld, Req, Req], Any], str]] = [
+FAULTS = Bugs("invariant", "CacheWorld", "check_invariants")
+for _fault, _message in (
     (leak_a_slot, r"2 slots have no owner"),
     (leak_many_slots, r"10 slots have no owner: (\d+, ){7}\d+ \.\.\. "),
     (give_a_cached_slot_away, r"2 slots have several owners"),
@@ -188,17 +190,18 @@ FAULTS: list[tuple[Callable[[CacheWorld, Req, Req], Any], str]] = [
     (commit_more_than_allocated, r"protected 6 <= committed 8 <= allocated 7"),
     (change_a_cached_token, r"not its own"),
     (change_the_namespace, r"another extra_key"),
-]
+):
+    _name = _fault.__name__.replace("_", " ")
+    FAULTS.add(_name, _fault, _name, says=re.compile(_message))
 
 
-@pytest.mark.parametrize(("fault", "message"), FAULTS)
-def test_a_planted_fault_is_found(fault: Callable[[CacheWorld, Req, Req], Any], message: str) -> None:
+@FAULTS.found_by(InvariantViolation)
+def test_a_planted_fault_is_found(bug: Bug) -> None:
     """CASES A1: a checker that never fires would prove nothing."""
     world, first, second = busy_world()
     check(world)
-    fault(world, first, second)
-    with pytest.raises(InvariantViolation, match=message):
-        check(world)
+    bug.plant(world, first, second)
+    check(world)
 
 
 def test_the_message_has_all_numbers() -> None:

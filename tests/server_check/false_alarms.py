@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing.util
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from diptych.shared.tools.conformance.server.checks import QUICK, Result, chosen, run_checks
+from diptych.shared.tools.conformance.server.checks import QUICK, Context, Result, chosen, run_checks
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.session import connect
+from tests.planted import Bug
 from tests.server_check.local_server import LocalServer, local_server
 
 
@@ -38,6 +40,17 @@ def alarms(results: list[Result]) -> dict[str, list[str]]:
         for result in results
         if result.status == "fails"
     }
+
+
+def found_in(server: LocalServer, context: Context, bug: Bug) -> dict[str, str]:
+    """The finder of a planted fault, if it fails, and what it says."""
+    server.proxy.plant(bug.plant)
+    try:
+        context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
+        found = alarms(list(run_checks(context, chosen([bug.finder]))))
+        return {name: "; ".join(what) for name, what in found.items()}
+    finally:
+        server.proxy.plant(None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,13 +1,15 @@
-"""The faults that a proxy plants, with the checks that must find them."""
+"""The faults that a proxy plants, with the checks that must find them: `load` registers all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib import import_module
 
-from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
+from tests.planted import Bugs
+from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Play, Reply
 
-FAULTS: list[Fault] = []
+SERVER, CHAT = Bugs("server"), Bugs("chat")
+"""CHAT: those whose checks need a model with tools."""
 CHAT_CHECKS = (
     "prompt.",
     "tools.",
@@ -17,27 +19,21 @@ CHAT_CHECKS = (
     "sampling.chat",
     "semantics.unsupported",
 )
-"""Beginnings of the names of checks that need a model with tools: `test_chat_faults.py` has their faults."""
-Play = Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
+"""Beginnings of the names of these checks."""
 
 
-def fault(name: str, sentence: str, check: str) -> Callable[[Play], Play]:
+def fault(name: str, what: str, check: str, where: str = "its requests") -> Callable[[Play], Play]:
     """Registers a fault. `check`: the name of the check that must fail."""
 
     def register(play: Play) -> Play:
-        FAULTS.append(Fault(name, sentence, check, play))
+        bugs = CHAT if check.startswith(CHAT_CHECKS) else SERVER
+        bugs.add(name, play, what, where=where, finder=check)
         return play
 
     return register
 
 
-def all_faults() -> list[Fault]:
-    for module in ("faults_logprobs", "faults_sampling", "faults_api", "faults_chat", "faults_tools"):
-        import_module(f"tests.server_check.{module}")
-    return sorted(FAULTS, key=lambda each: each.name)
-
-
-def changes_request(name: str, sentence: str, check: str) -> Callable[[Callable[[Body], Body | None]], None]:
+def changes_request(name: str, what: str, check: str) -> Callable[[Callable[[Body], Body | None]], None]:
     """Registers a fault that changes only the request's body: the function returns the fields to replace.
     A field of value None is left out; a returned None changes nothing."""
 
@@ -46,13 +42,13 @@ def changes_request(name: str, sentence: str, check: str) -> Callable[[Callable[
             changed = {**body, **(change(body) or {})}
             return await ask({name: value for name, value in changed.items() if value is not None})
 
-        FAULTS.append(Fault(name, sentence, check, play))
+        fault(name, what, check)(play)
 
     return register
 
 
 def changes_reply(
-    name: str, sentence: str, check: str
+    name: str, what: str, check: str
 ) -> Callable[[Callable[[Body, Reply], None]], Callable[[Body, Reply], None]]:
     """Registers a fault that changes only a good answer, in place."""
 
@@ -63,7 +59,14 @@ def changes_reply(
                 change(body, reply)
             return reply
 
-        FAULTS.append(Fault(name, sentence, check, play))
+        fault(name, what, check, "its answers")(play)
         return change
 
     return register
+
+
+def load() -> tuple[Bugs, Bugs]:
+    """All faults: SERVER, CHAT."""
+    for module in ("faults_logprobs", "faults_sampling", "faults_api", "faults_chat", "faults_tools"):
+        import_module(f"tests.server_check.{module}")
+    return SERVER, CHAT

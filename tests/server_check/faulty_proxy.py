@@ -13,6 +13,7 @@ from diptych.shared.text.tokenizer import Tokenizer
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Body = dict[str, Any]
 Ask = Callable[[Body], Awaitable["Reply"]]
+Play = Callable[[Body, Ask, "FaultyProxy"], Awaitable["Reply"]]
 
 
 @dataclass
@@ -48,28 +49,18 @@ class Reply:
         return cls(status, True, [json.loads(event) for event in events if event != "[DONE]"])
 
 
-@dataclass(frozen=True)
-class Fault:
-    """`play` gets the request's body and a function that asks the server; what it returns is the answer.
-    `check`: the name of the check that must fail."""
-
-    name: str
-    sentence: str
-    check: str
-    play: Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
-
-
 class FaultyProxy:
-    """An ASGI application around `app`. Without a fault it passes everything on."""
+    """An ASGI application around `app`. Without a fault it passes everything on. A fault gets the body of a
+    request, a function that asks the server, and the proxy. What it returns is the answer."""
 
     def __init__(self, app: Callable[..., Any], tokenizer: Tokenizer) -> None:
         self.app = app
         self.tokenizer = tokenizer
-        self.fault: Fault | None = None
+        self.fault: Play | None = None
         self.num_in_flight = 0
         self.seen: list[list[int]] = []  # prompts since the fault was planted
 
-    def plant(self, fault: Fault | None) -> None:
+    def plant(self, fault: Play | None) -> None:
         self.fault, self.seen = fault, []
 
     def prompts(self, body: Body) -> list[list[int]]:
@@ -101,7 +92,7 @@ class FaultyProxy:
         if isinstance(body, dict):
             self.num_in_flight += 1
             try:
-                reply = await self.fault.play(body, lambda changed: self._ask(scope, changed), self)
+                reply = await self.fault(body, lambda changed: self._ask(scope, changed), self)
             finally:
                 self.num_in_flight -= 1
         else:

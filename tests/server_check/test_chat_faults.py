@@ -12,18 +12,13 @@ from diptych.shared.tools.conformance.server.checks import QUICK, Context, chose
 from diptych.shared.tools.conformance.server.long_arguments import MOST_SLOWER, Timed
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.session import connect
-from tests.server_check.false_alarms import alarms
-from tests.server_check.faults import CHAT_CHECKS, all_faults
-from tests.server_check.faulty_proxy import Fault
+from tests.planted import Bug
+from tests.server_check.false_alarms import alarms, found_in
+from tests.server_check.faults import load
 from tests.server_check.local_server import LocalServer, local_server
 from tests.server_check.tool_model.tool_folder import write_folder
 
-FAULTS = {fault.name: fault for fault in all_faults() if fault.check.startswith(CHAT_CHECKS)}
-FAST = ("one prompt token too many",)
-PARAMS = [
-    pytest.param(fault, id=name, marks=[] if name in FAST else [pytest.mark.full])
-    for name, fault in FAULTS.items()
-]
+_, CHAT = load()
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +31,9 @@ def tool_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Loc
         context.server.close()
 
 
-def find(server: LocalServer, context: Context, fault: Fault | None, check: str) -> list[str]:
-    """The failing checks, of one."""
-    server.proxy.plant(fault)
-    try:
-        context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
-        return list(alarms(list(run_checks(context, chosen([check])))))
-    finally:
-        server.proxy.plant(None)
-
-
-@pytest.mark.parametrize("fault", PARAMS)
-def test_the_check_of_a_fault_finds_it(tool_context: tuple[LocalServer, Context], fault: Fault) -> None:
-    assert find(*tool_context, fault, fault.check) == [fault.check]
+@CHAT.found_by(is_fast=lambda _, bug: bug.name == "one prompt token too many")
+def test_the_check_of_a_fault_finds_it(tool_context: tuple[LocalServer, Context], bug: Bug) -> dict[str, str]:
+    return found_in(*tool_context, bug)
 
 
 def test_arguments_that_slow_down_differ_from_steady_ones() -> None:

@@ -14,7 +14,7 @@ from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.same import difference
 from diptych.shared.tools.conformance.server.session import connect
 from diptych.shared.tools.conformance.server.verdict import Report, figure_lines
-from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
+from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
 from tests.server_check.local_server import LocalServer
 
 LIMITS = dataclasses.replace(QUICK, num_prompts=3, max_tokens=5, long_prompt_len=70, num_draws=120)
@@ -75,7 +75,7 @@ def test_a_server_without_log_probabilities(proxied: LocalServer, oracle: Oracle
     async def without_scores(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
         return await ask({name: value for name, value in body.items() if name not in SCORES})
 
-    proxied.proxy.plant(Fault("", "", "", without_scores))
+    proxied.proxy.plant(without_scores)
     context = connect(proxied.url, "tiny-dense", dtype="float32", limits=LIMITS, oracle=oracle)
     checks = chosen(["scoring", "streaming", "semantics.stop", "semantics.n"])
     results = list(run_checks(context, checks))

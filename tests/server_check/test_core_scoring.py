@@ -17,7 +17,7 @@ from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.scored import Scored, judge, score
 from diptych.shared.tools.conformance.server.session import connect
-from tests.server_check.faults import all_faults
+from tests.server_check.faults import load
 from tests.server_check.local_server import LocalServer
 
 EXACT, BF16 = TABLE["float32"], TABLE["bfloat16"]
@@ -115,8 +115,7 @@ def test_planted_faults_are_named(
     proxied: LocalServer, oracle: Oracle, fault: str, check: str, diagnosis: str
 ) -> None:
     context = connect(proxied.url, "tiny-dense", dtype="float32", limits=QUICK, oracle=oracle)
-    (planted,) = [each for each in all_faults() if each.name == fault]
-    proxied.proxy.plant(planted)
+    proxied.proxy.plant(load()[0][fault].plant)
     (result,) = run_checks(context, chosen([check]))
     assert result.status == "fails"
     assert diagnosis in next(each for each in result.findings if each.status == "fails").what
@@ -129,8 +128,7 @@ def test_the_command(proxied: LocalServer, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", "server", proxied.url, *scored])
     assert result.exit_code == 0, result.output
     assert "the server agrees with the reference: 4 checks hold" in result.output
-    (planted,) = [each for each in all_faults() if each.name == "low logprobs"]
-    proxied.proxy.plant(planted)
+    proxied.proxy.plant(load()[0]["low logprobs"].plant)
     result = CliRunner().invoke(app, ["check", "server", proxied.url, *scored])
     assert result.exit_code == 1
     assert "3 of 4 checks fail: scoring.prompt, scoring.continuation" in result.output

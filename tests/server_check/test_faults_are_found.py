@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 
 from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.session import connect
-from tests.server_check.false_alarms import alarms, main
-from tests.server_check.faults import CHAT_CHECKS, all_faults
-from tests.server_check.faulty_proxy import Fault
+from tests.planted import Bug
+from tests.server_check.false_alarms import alarms, found_in, main
+from tests.server_check.faults import load
 from tests.server_check.local_server import LocalServer
 
-FAULTS = {fault.name: fault for fault in all_faults() if not fault.check.startswith(CHAT_CHECKS)}
+SERVER, _ = load()
 SLOW = (
     "temperature squared",
     "temperature ignored",
@@ -32,36 +29,20 @@ SLOW = (
 HIDDEN_BY_ROUNDING = ("concurrency dependence", "rounded logprobs", "top_k off by one")
 """Faults whose effect is as large as the errors of bfloat16, one for each rule that finds such faults: two
 answers of one server, digits, the server's own log-probabilities."""
-PARAMS = [
-    pytest.param(fault, id=name, marks=[pytest.mark.full] if name in SLOW or i % 2 else [])
-    for i, (name, fault) in enumerate(FAULTS.items())
-]
-PARAMS_OF_BFLOAT16 = [
-    pytest.param(fault, id=name, marks=[] if name in HIDDEN_BY_ROUNDING else [pytest.mark.full])
-    for name, fault in FAULTS.items()
-]
 
 
-def find(server: LocalServer, context: Context, fault: Fault) -> list[str]:
-    """The failing checks, of the one that names the fault."""
-    server.proxy.plant(fault)
-    try:
-        context = replace(context, rng=random.Random(1), answers=[])
-        return list(alarms(list(run_checks(context, chosen([fault.check])))))
-    finally:
-        server.proxy.plant(None)
-
-
-@pytest.mark.parametrize("fault", PARAMS)
+@SERVER.found_by(is_fast=lambda number, bug: bug.name not in SLOW and number % 2 == 0)
 def test_the_check_of_a_fault_finds_it(
-    correct_server: LocalServer, quick_context: Context, fault: Fault
-) -> None:
-    assert find(correct_server, quick_context, fault) == [fault.check]
+    correct_server: LocalServer, quick_context: Context, bug: Bug
+) -> dict[str, str]:
+    return found_in(correct_server, quick_context, bug)
 
 
-@pytest.mark.parametrize("fault", PARAMS_OF_BFLOAT16)
-def test_it_is_found_in_bfloat16(rounded_server: LocalServer, rounded_context: Context, fault: Fault) -> None:
-    assert find(rounded_server, rounded_context, fault) == [fault.check]
+@SERVER.found_by(is_fast=lambda _, bug: bug.name in HIDDEN_BY_ROUNDING)
+def test_it_is_found_in_bfloat16(
+    rounded_server: LocalServer, rounded_context: Context, bug: Bug
+) -> dict[str, str]:
+    return found_in(rounded_server, rounded_context, bug)
 
 
 @pytest.mark.full

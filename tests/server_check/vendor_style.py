@@ -20,7 +20,7 @@ from diptych.shared.tools.conformance.server.schemas import problem
 from diptych.shared.tools.conformance.server.session import connect
 from diptych.shared.tools.conformance.server.tool_answers import ToolAnswer, ask
 from diptych.shared.tools.conformance.server.tool_parsing import f1
-from tests.server_check.faults import CHAT_CHECKS, all_faults
+from tests.server_check.faults import load
 from tests.server_check.local_server import local_server
 
 NUM_TALKS = 8
@@ -67,13 +67,12 @@ def main(folder: str, out: str) -> None:
         lengths = [answer.num_prompt for answer in answers(context, asked, False) if answer is not None]
         assert (found := finds(context, asked, called, lengths)) == "", found
         table = []
-        for fault in all_faults():
-            if fault.check.startswith(CHAT_CHECKS):
-                server.proxy.plant(fault)
-                by = finds(context, asked, called, lengths)
-                server.proxy.plant(None)
-                table.append({"fault": fault.name, "check": fault.check, "what": fault.sentence, "by": by})
-                print(table[-1], flush=True)
+        for fault in sorted(load()[1].values(), key=lambda each: each.name):
+            server.proxy.plant(fault.plant)
+            by = finds(context, asked, called, lengths)
+            server.proxy.plant(None)
+            table.append({"fault": fault.name, "check": fault.finder, "what": fault.what, "by": by})
+            print(table[-1], flush=True)
         Path(out).write_text(json.dumps(table, indent=1) + "\n")
 
 

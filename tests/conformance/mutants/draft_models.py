@@ -10,13 +10,14 @@ from torch.nn import ModuleList, functional
 import diptych.reference.speculative.draft_models
 from diptych.shared.config.draft import DraftFormat
 from diptych.shared.interfaces import DraftModel, DraftOutput
-from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
+from tests.conformance.mutants.mutant import bugs_in, module_with, plant
+from tests.planted import Bug
 
 
 def mixed_into(*formats: DraftFormat):
     """Methods that come before those of the draft models of these formats."""
 
-    def make(changes: type) -> Mutant:
+    def make(changes: type) -> Bug:
         def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
             base = diptych.reference.speculative.draft_models.draft_model_class(draft_format)
             return type(base.__name__, (changes, base), {}) if draft_format in formats else base

@@ -12,13 +12,14 @@ from diptych.reference.speculative.ngram import NgramDrafter
 from diptych.reference.speculative.standalone import StandaloneDrafter
 from diptych.shared.interfaces import Drafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree
-from tests.conformance.mutants.mutant import Mutant, plant
+from tests.conformance.mutants.mutant import plant
+from tests.planted import Bug
 
 
 def drafter(algorithm: str):
     """Turns a drafter into one that stands behind the algorithm; the others stay."""
 
-    def make(impl: type[Drafter]) -> Mutant:
+    def make(impl: type[Drafter]) -> Bug:
         module = SimpleNamespace(
             drafter_class=lambda wanted: impl if wanted == algorithm else drafter_class(wanted)
         )

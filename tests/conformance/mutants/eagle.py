@@ -9,10 +9,11 @@ import torch
 import diptych.reference.speculative
 from diptych.reference.speculative.eagle import EagleDrafter
 from diptych.shared.interfaces import Drafter
-from tests.conformance.mutants.mutant import Mutant, module_with, plant
+from tests.conformance.mutants.mutant import module_with, plant
+from tests.planted import Bug
 
 
-def drafts_with(drafter: type[Drafter]) -> Mutant:
+def drafts_with(drafter: type[Drafter]) -> Bug:
     def drafter_class(algorithm: str) -> type[Drafter]:
         is_eagle = algorithm in ("eagle", "eagle3", "nextn")
         return drafter if is_eagle else diptych.reference.speculative.drafter_class(algorithm)

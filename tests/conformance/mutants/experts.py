@@ -9,10 +9,11 @@ import torch
 from diptych.reference.moe import FusedExperts, MoE, TopK
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.modeling.moe_modules import ClampedSwiGLU
-from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
+from tests.conformance.mutants.mutant import mutant_of, plant
+from tests.planted import Bug
 
 
-def part_of_moe(impl: type) -> Mutant:
+def part_of_moe(impl: type) -> Bug:
     """A TopK or FusedExperts that every MoE gets in place of its own."""
 
     class WithPart(MoE):

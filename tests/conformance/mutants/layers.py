@@ -9,10 +9,11 @@ import torch
 import diptych.reference.layers
 from diptych.reference.layers import GeluTanhAndMul, GemmaRMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul
 from diptych.shared.modeling.rope import rope_angles
-from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
+from tests.conformance.mutants.mutant import bugs_in, module_with, plant
+from tests.planted import Bug
 
 
-def layer(impl: type) -> Mutant:
+def layer(impl: type) -> Bug:
     """A layer that takes the place of the one it inherits from."""
     return plant("layers", module_with(diptych.reference.layers, **{impl.__base__.__name__: impl}), impl)
 

@@ -9,10 +9,11 @@ import torch
 
 from diptych.reference import memory_pool
 from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
-from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, plant
+from tests.conformance.mutants.mutant import bugs_in, module_with, plant
+from tests.planted import Bug
 
 
-def pool_mutant(pool: type) -> Mutant:
+def pool_mutant(pool: type) -> Bug:
     """The module of pools, with this subclass in place of its base class."""
     return plant("memory_pool", module_with(memory_pool, **{pool.__base__.__name__: pool}), pool)
 

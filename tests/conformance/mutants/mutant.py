@@ -1,58 +1,51 @@
-"""A planted bug, and the two ways to plant one: a subclass, or words of the source that are changed."""
+"""Bugs planted in components, which a clause must find: subclasses, or changed words of the source."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.changed_modules import Change, changed
+from tests.changed_modules import Change
+from tests.planted import Bug, Bugs, Words
 
-PLANTED: list[Mutant] = []
-
-
-@dataclass(frozen=True, eq=False)
-class Mutant:
-    """`what` goes wrong. killers.json names the clause that must catch it, and its quickest case."""
-
-    component: str
-    name: str
-    what: str
-    make: Callable[[], Any]
-
-    def __post_init__(self) -> None:
-        assert self.what, f"{self.name}: say what goes wrong"
-        PLANTED.append(self)
-
-    @property
-    def key(self) -> str:
-        """Its name in killers.json."""
-        return f"{self.component}-{self.name}"
-
-    @cached_property
-    def impl(self) -> Any:
-        """Stands in for the component: a class, or for components that are modules, a module."""
-        return self.make()
+KILLERS_FILE = Path(__file__).parents[1] / "killers.json"
+REMEDY = "run python -m tests.conformance.find_killers"
+PLANTED = Bugs("clause", finder=REMEDY)
+"""By component and name; the finder is the clause of killers.json, which says its case."""
 
 
-def plant(component: str, impl: Any, wrong: type, prefix: str = "") -> Mutant:
+@cache
+def killers() -> dict[str, list[str]]:
+    """Name of a bug in PLANTED -> [clause, case]."""
+    found: dict[str, list[str]] = json.loads(KILLERS_FILE.read_text()) if KILLERS_FILE.is_file() else {}
+    return found
+
+
+def _add(component: str, name: str, what: str, impl: Any) -> Bug:
+    assert what, f"{name}: say what goes wrong"
+    finder, case = killers().get(f"{component}-{name}", ("", ""))
+    return PLANTED.add(f"{component}-{name}", impl, what, where=component, finder=finder, says=case)
+
+
+def plant(component: str, impl: Any, wrong: type, prefix: str = "") -> Bug:
     """`impl`, which contains `wrong`: this class names the bug, and its docstring says what goes wrong."""
-    return Mutant(component, prefix + wrong.__name__, wrong.__doc__ or "", lambda: impl)
+    return _add(component, prefix + wrong.__name__, wrong.__doc__ or "", impl)
 
 
-def mutant_of(component: str) -> Callable[[Any], Mutant]:
+def mutant_of(component: str) -> Callable[[Any], Bug]:
     """Plants a subclass."""
     return lambda impl: plant(component, impl, impl)
 
 
-def bugs_in(component: str, entry: str, *always: Change, folder: str = "") -> Callable[..., Mutant]:
+def bugs_in(component: str, entry: str, *always: Change, folder: str = "") -> Callable[..., Bug]:
     """Plants changed words in what `entry` (module:class, or a module) is made of. A change: (module, before,
     after); the module is one of `folder`, or has its whole name. `always`: changes that each bug has."""
-    module, _, attribute = entry.partition(":")
 
-    def plant(name: str, what: str, *changes: tuple[str, str, str]) -> Mutant:
+    def plant(name: str, what: str, *changes: tuple[str, str, str]) -> Bug:
         own = [
             Change(
                 file if file.startswith(("optimized.", "reference.", "shared.")) else folder + file,
@@ -61,12 +54,7 @@ def bugs_in(component: str, entry: str, *always: Change, folder: str = "") -> Ca
             )
             for file, before, after in changes
         ]
-
-        def make() -> Any:
-            copy = changed(module, *always, *own)
-            return getattr(copy, attribute) if attribute else copy
-
-        return Mutant(component, name, what, make)
+        return _add(component, name, what, Words(entry, (*always, *own)))
 
     return plant
 

@@ -16,16 +16,17 @@ from diptych.optimized.layers import (
     SiluAndMul,
 )
 from diptych.shared.interfaces import CausalLM
-from tests.conformance.mutants.mutant import Mutant, module_with, plant
+from tests.conformance.mutants.mutant import module_with, plant
+from tests.planted import Bug
 
 
-def layer(impl: type) -> Mutant:
+def layer(impl: type) -> Bug:
     """A layer that takes the place of the one it inherits from."""
     changed = module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl})
     return plant("layers", changed, impl, "Optimized")
 
 
-def layer_of_models(impl: type) -> Mutant:
+def layer_of_models(impl: type) -> Bug:
     """The same, where models fuse it."""
     layers = module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl})
 
@@ -36,7 +37,7 @@ def layer_of_models(impl: type) -> Mutant:
     return in_every_model(WithIt, impl)
 
 
-def in_every_model(changes: type, wrong: type | None = None) -> Mutant:
+def in_every_model(changes: type, wrong: type | None = None) -> Bug:
     """Methods that come before those of the model class of every family."""
 
     def model_class(architecture: str) -> type[CausalLM]:

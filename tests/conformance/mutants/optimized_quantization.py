@@ -10,10 +10,11 @@ import diptych.optimized.quantized.quantized_layers
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, quantize_input
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.quantized.quantized_layers import QuantizedLinear
-from tests.conformance.mutants.mutant import Mutant, module_with, plant
+from tests.conformance.mutants.mutant import module_with, plant
+from tests.planted import Bug
 
 
-def quantized_linear(impl: type) -> Mutant:
+def quantized_linear(impl: type) -> Bug:
     """A class that takes the place of QuantizedLinear."""
     changed = module_with(diptych.optimized.quantized.quantized_layers, QuantizedLinear=impl)
     return plant("quantization", changed, impl, "Optimized")

@@ -7,10 +7,11 @@ import torch
 import diptych.reference.quantized.quantized_layers
 from diptych.reference.quantized.quantized_layers import QuantizedLinear
 from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
-from tests.conformance.mutants.mutant import Mutant, module_with, plant
+from tests.conformance.mutants.mutant import module_with, plant
+from tests.planted import Bug
 
 
-def quantized_linear(impl: type) -> Mutant:
+def quantized_linear(impl: type) -> Bug:
     """A class that takes the place of QuantizedLinear."""
     changed = module_with(diptych.reference.quantized.quantized_layers, QuantizedLinear=impl)
     return plant("quantization", changed, impl)

@@ -12,10 +12,11 @@ from diptych.reference.scheduler import Scheduler
 from diptych.shared.interfaces import AddReqResult, PolicyResult, RadixKey
 from diptych.shared.scheduling.lifecycle import Lifecycle
 from diptych.shared.types import BatchResult, FinishReason, ForwardBatch, Req, ScheduleBatch
-from tests.conformance.mutants.mutant import Mutant, bugs_in, mutant_of, plant
+from tests.conformance.mutants.mutant import bugs_in, mutant_of, plant
+from tests.planted import Bug
 
 
-def lifecycle_of_scheduler(impl: type[Lifecycle]) -> Mutant:
+def lifecycle_of_scheduler(impl: type[Lifecycle]) -> Bug:
     """The scheduler with this lifecycle of its requests."""
 
     class Living(Scheduler):

@@ -13,11 +13,12 @@ from diptych.reference.speculative.speculative_decoding import SpeculativeDecodi
 from diptych.reference.speculative.tree import TreeRound
 from diptych.shared.scheduling.lifecycle import Lifecycle
 from diptych.shared.types import BatchResult, FinishReason, Req, ScheduleBatch, TokenLogprob
-from tests.conformance.mutants.mutant import Mutant, mutant_of, plant
+from tests.conformance.mutants.mutant import mutant_of, plant
 from tests.conformance.mutants.scheduling import lifecycle_of_scheduler
+from tests.planted import Bug
 
 
-def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
+def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Bug:
     """The scheduler with this decode strategy, or with the correct one and this round."""
 
     class Speculating(Scheduler):

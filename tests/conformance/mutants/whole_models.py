@@ -13,10 +13,11 @@ from diptych.reference.model_runner import ModelRunner
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput
-from tests.conformance.mutants.mutant import Mutant, bugs_in, module_with, mutant_of, plant
+from tests.conformance.mutants.mutant import bugs_in, module_with, mutant_of, plant
+from tests.planted import Bug
 
 
-def mixed_into_every_model(changes: type) -> Mutant:
+def mixed_into_every_model(changes: type) -> Bug:
     """Methods that come before those of the model class of every family."""
 
     def model_class(architecture: str) -> type[CausalLM]:

@@ -1,0 +1,20 @@
+"""Planted bugs: each kind has a test, and each bug changes something and has a check that must find it."""
+
+from __future__ import annotations
+
+from tests.changed_modules import changed_files
+from tests.planted import KINDS, Words, load
+
+
+def test_every_bug_has_a_sentence_and_a_check_and_changes_something() -> None:
+    load()
+    assert sum(map(len, KINDS.values())) > 1200
+    for kind, bugs in KINDS.items():
+        assert bugs.tests, f"no test finds the bugs of {kind}"
+        for bug in bugs.values():
+            assert bug.what, (kind, bug.name)
+            assert bug.finder, (kind, bug.name)
+            assert bug.plant is not None, (kind, bug.name)
+            if isinstance(bug.plant, Words):
+                assert all(before != after for _, before, after in bug.plant.changes), bug.name
+                changed_files(bug.plant.changes)  # asserts that the words are there
