@@ -73,14 +73,20 @@ class _Finder:
         return spec_from_file_location(name, self.files[name]) if name in self.files else None
 
 
-def changed_files(changes: Sequence[Change]) -> dict[str, Path]:
-    """Full name of a changed module -> the file with its source."""
+def changed_texts(changes: Sequence[Change]) -> dict[str, str]:
+    """Full name of a changed module -> its source."""
     texts: dict[str, str] = {}
     for module, before, after in changes:
         name = f"diptych.{module}"
         text = texts.get(name) or _source(name)
         assert before in text, f"{module} has no {before!r}"
         texts[name] = text.replace(before, after)
+    return texts
+
+
+def changed_files(changes: Sequence[Change]) -> dict[str, Path]:
+    """Full name of a changed module -> the file with its source."""
+    texts = changed_texts(changes)
     folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
     files = {name: folder / f"{name.rpartition('.')[2]}.py" for name in texts}
     assert len(set(files.values())) == len(files), "two changed modules of one name"

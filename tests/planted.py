@@ -26,7 +26,7 @@ from tests.changed_modules import Change, changed
 
 ROOT = Path(__file__).parents[1]
 KINDS: dict[str, Bugs] = {}
-Check = Callable[..., Mapping[str, str] | None]
+Check = Callable[..., Mapping[str, str] | bool | None]
 
 
 class Words(NamedTuple):
@@ -97,6 +97,11 @@ class Bugs(dict[str, Bug]):
         self[name] = bug
         return bug
 
+    def add_all(self, *plants: Any, **more: Any) -> None:
+        """Classes or functions, which are named and described themselves."""
+        for plant in plants:
+            self.add(plant.__name__.strip("_"), plant, **more)
+
     def words(self, name: str, entry: str, *changes: tuple[str, str, str], **more: Any) -> Bug:
         """A bug of changed words: (module, before, after)."""
         return self.add(name, Words(entry, tuple(Change(*each) for each in changes)), **more)
@@ -107,9 +112,10 @@ class Bugs(dict[str, Bug]):
         is_fast: Callable[[int, Bug], bool] = lambda number, bug: True,
         honest: bool = False,
     ) -> Callable[[Check], Callable[..., None]]:
-        """Makes the test of the kind from a check, which takes `bug` and fixtures and returns what fails:
-        names of checks, with what they say. If it raises one of `errors`, it is itself the finder. `honest`:
-        a case without a bug, too. Bugs that are not `is_fast` are left to the whole grids."""
+        """Makes the test of the kind from a check, which takes `bug` and fixtures. It returns whether
+        something is wrong, or what fails: names of checks, with what they say. If it raises one of
+        `errors`, it is itself the finder. `honest`: a case without a bug, too. Bugs that are not `is_fast`
+        are left to the whole grids."""
         rows = [
             pytest.param(bug, id=bug.name, marks=[] if is_fast(i, bug) else [pytest.mark.full])
             for i, bug in enumerate(self.values())
@@ -124,6 +130,7 @@ class Bugs(dict[str, Bug]):
                 _ = bug.planted  # that words are not in a source is no find
                 try:
                     found = check(bug=bug, **fixtures) or {}
+                    found = {bug.finder: ""} if found is True else found
                 except errors as error:
                     if bug.plant is None:
                         raise
@@ -140,11 +147,10 @@ def load() -> list[str]:
     """Imports what registers bugs. Returns the modules that need a package which is not installed."""
     known, missing = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}, []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        if str(path) not in known and re.search(
-            r"^from tests\.planted import", path.read_text("utf-8"), re.M
-        ):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if str(path) not in known and re.search(r"^from tests\..*\bplanted\b", path.read_text("utf-8"), re.M):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             try:
+                sys.path.append(str(path.parent))  # as pytest does
                 importlib.import_module(name)
             except (ImportError, pytest.skip.Exception) as error:
                 missing.append(f"{name}: {error}")

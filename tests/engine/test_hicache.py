@@ -17,6 +17,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.scheduling import host_cache
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, prompts
 from diptych.shared.types import SamplingParams
+from tests.planted import Bug, Bugs
 
 REFERENCE = {"device": "cpu", "panel": "reference"}
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -200,17 +201,17 @@ def shares_wrongly(llm: LLM) -> bool:
     return (found, foreign) != (16, 0)
 
 
-def test_pages_belong_to_all_tokens_before_them_and_to_a_namespace() -> None:
-    assert not shares_wrongly(engine())
+BUGS = Bugs("host cache", f"{host_tier.__name__}.HostCache", "shares_wrongly")
+BUGS.add_all(EachPageAlone, WithoutNamespace, says="wrongly")
+BUGS.add_all(TwoOwners, says="owners of host pages")
 
 
-@pytest.mark.parametrize("mutant", [EachPageAlone, WithoutNamespace])
-def test_planted_bugs_are_found(mutant: type[host_cache.HostCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "HostCache", mutant)
-    assert shares_wrongly(engine())
-    monkeypatch.setattr(host_tier, "HostCache", TwoOwners)
-    with pytest.raises(AssertionError, match="owners of host pages"):
-        shares_wrongly(engine())
+@BUGS.found_by(AssertionError, honest=True)
+def test_pages_belong_to_all_tokens_before_them_and_to_a_namespace(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    bug.plant_in(monkeypatch)
+    return {"shares_wrongly": "wrongly"} if shares_wrongly(engine()) else {}
 
 
 def test_flush_forgets_the_host_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.types import SamplingParams
+from tests.planted import Bug, Bugs
 
 Image = pytest.importorskip("PIL.Image")
 IMAGE, NUM_ROWS, NUM_NEW = 330, 9, 5
@@ -323,20 +323,26 @@ def one_layer_more(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
         del tower.layers[-1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bug", [keyed_by_placeholders, keyed_by_row])
+KEYS = Bugs("keys of images", f"{image_prompts.__name__}.digest_key", "other answers")
+KEYS.add_all(keyed_by_placeholders, keyed_by_row)
+TOWER = Bugs("vision tower", "assembly.vision.forward", "other answers")
+TOWER.add_all(without_the_class_token, one_layer_more)
+
+
+@KEYS.found_by(is_fast=lambda *_: False)
 def test_planted_bugs_in_keys_are_found(
-    folder: Path, expected: list[Answer], monkeypatch: Any, bug: Callable
-) -> None:
-    monkeypatch.setattr(image_prompts, "digest_key", bug)
+    bug: Bug, folder: Path, expected: list[Answer], monkeypatch: Any
+) -> bool:
+    bug.plant_in(monkeypatch)
     llm = engine(folder)
-    assert [answers(llm, [each])[0][0] for each in PROMPTS] != [ids for ids, _ in expected]
+    found = [answers(llm, [each])[0][0] for each in PROMPTS]
+    return found != [ids for ids, _ in expected]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bug", [without_the_class_token, one_layer_more])
-def test_planted_bugs_in_the_tower_are_found(folder: Path, expected: list[Answer], bug: Callable) -> None:
+@TOWER.found_by(is_fast=lambda *_: False)
+def test_planted_bugs_in_the_tower_are_found(bug: Bug, folder: Path, expected: list[Answer]) -> bool:
     llm = engine(folder)
     tower = llm.assembly.vision
-    tower.forward = lambda pixels: bug(tower, pixels)
-    assert [ids for ids, _ in answers(llm, PROMPTS)] != [ids for ids, _ in expected]
+    tower.forward = lambda pixels: bug.plant(tower, pixels)
+    found = [ids for ids, _ in answers(llm, PROMPTS)]
+    return found != [ids for ids, _ in expected]

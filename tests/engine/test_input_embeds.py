@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import diptych.reference.schedule_batch
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import input_embeds
@@ -20,6 +18,7 @@ from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
+from tests.planted import Bug, Bugs
 
 CONFIG = "qwen3-layer-types"
 NUM_NEW = 6
@@ -30,6 +29,7 @@ ON_GPU = {"device": "cuda", "panel": "optimized", "use": {"attention": "triton"}
 AHEAD = dict.fromkeys(
     ("scheduler", "model_runner", "radix_cache", "prefill_adder", "schedule_policy"), "optimized"
 )
+
 Answer = tuple[list[int], list[float]]
 
 
@@ -193,28 +193,30 @@ def all_rows_first(extending: Any, start_locs: Any, device: Any) -> Any:
     return embeds_of_step(extending, [0] * len(start_locs), device)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bug", [keyed_by_placeholders, keyed_by_the_first_half])
+KEYS = Bugs("keys of embeddings", f"{input_embeds.__name__}.row_keys", "other answers")
+KEYS.add_all(keyed_by_placeholders, keyed_by_the_first_half)
+CHUNKS = Bugs("chunks of embeddings", "diptych.reference.schedule_batch.embeds_of_step", "other answers")
+CHUNKS.add_all(from_the_start, all_rows_first)
+
+
+@KEYS.found_by(is_fast=lambda *_: False)
 def test_planted_bugs_in_keys_are_found(
-    folder: Path, prompts: list[torch.Tensor], expected: list[Answer], monkeypatch: Any, bug: Callable
-) -> None:
-    monkeypatch.setattr(input_embeds, "row_keys", bug)
+    bug: Bug, folder: Path, prompts: list[torch.Tensor], expected: list[Answer], monkeypatch: Any
+) -> bool:
+    bug.plant_in(monkeypatch)
     llm = engine(folder)
-    assert [answers(llm, [rows])[0][0] for rows in prompts] != [ids for ids, _ in expected]
+    found = [answers(llm, [rows])[0][0] for rows in prompts]
+    return found != [ids for ids, _ in expected]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("bug", "flags"), [(from_the_start, CHUNKED), (all_rows_first, WHOLE)])
+@CHUNKS.found_by(is_fast=lambda *_: False)
 def test_planted_bugs_in_chunks_are_found(
-    folder: Path,
-    prompts: list[torch.Tensor],
-    expected: list[Answer],
-    monkeypatch: Any,
-    bug: Callable,
-    flags: Any,
-) -> None:
-    monkeypatch.setattr(diptych.reference.schedule_batch, "embeds_of_step", bug)
-    assert [ids for ids, _ in answers(engine(folder, **flags), prompts)] != [ids for ids, _ in expected]
+    bug: Bug, folder: Path, prompts: list[torch.Tensor], expected: list[Answer], monkeypatch: Any
+) -> bool:
+    bug.plant_in(monkeypatch)
+    llm = engine(folder, **(CHUNKED if bug.name == "from_the_start" else WHOLE))
+    found = [ids for ids, _ in answers(llm, prompts)]
+    return found != [ids for ids, _ in expected]
 
 
 def test_flags_that_need_token_ids() -> None:

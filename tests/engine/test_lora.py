@@ -18,6 +18,7 @@ from diptych.shared.loading.lora_adapter import read_adapter
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
+from tests.planted import Bug, Bugs
 
 NUM_NEW = 8
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
@@ -163,13 +164,17 @@ def test_the_optimized_panel_on_a_gpu(
     assert answers(llm, retracts=True) == expected
 
 
+KEYS = Bugs("keys of adapters", f"{submission.__name__}.cache_namespace", "other answers")
+KEYS.add("an adapter does not count in the key of cached KV", lambda extra_key, *_: extra_key)
+
+
+@KEYS.found_by()
 def test_a_cache_shared_between_adapters_is_found(
-    folder: Path, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planted bug: an adapter does not count in the key of cached KV."""
-    monkeypatch.setattr(submission, "cache_namespace", lambda extra_key, *_: extra_key)
+    bug: Bug, folder: Path, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    bug.plant_in(monkeypatch)
     llm = engine(folder)
-    assert [answers(llm), answers(llm)] != [expected, expected]
+    return [answers(llm), answers(llm)] != [expected, expected]
 
 
 @pytest.mark.parametrize("scheduler", ["reference", "optimized"])

@@ -19,7 +19,7 @@ from diptych.shared.loading.live_weights import specs_of
 from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.parallel.weight_group import WeightSender
 from diptych.shared.types import SamplingParams
-from tests import changed_modules
+from tests.planted import Bug, Bugs
 
 TINY = ASSETS / "tiny-dense"
 FLAGS: dict[str, Any] = {
@@ -235,7 +235,8 @@ def test_one_weight_can_be_read() -> None:
         llm.assembly.weights.get("model.layers.0.self_attn.qkv_proj.weight")
 
 
-PLANTED = {
+PLANTED = Bugs("weight updates", "live_weights", "is_all_or_nothing")
+for _name, _words in {
     "copied before all are checked": (
         "held[name] = tensor if self.ranks.size == 1 else tensor.clone()",
         "targets[name].data.copy_(tensor)",
@@ -249,7 +250,8 @@ PLANTED = {
         "        weights = [*weights][::2]\n        for name, tensor in weights:\n            for to",
     ),
     "an update is not counted": ("self.version += 1", "pass"),
-}
+}.items():
+    PLANTED.words(_name, "shared.loading.live_weights", ("shared.loading.live_weights", *_words))
 
 
 def is_all_or_nothing(live_weights: Any) -> bool:
@@ -278,14 +280,6 @@ def is_all_or_nothing(live_weights: Any) -> bool:
     return live.version == 1 and all(torch.equal(live.get(name), x) for name, x in new.items())
 
 
-def test_all_or_nothing() -> None:
-    assert is_all_or_nothing(live_weights)
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_half_updated_weights_are_noticed(bug: str) -> None:
-    module = changed_modules.changed(
-        "shared.loading.live_weights",
-        changed_modules.Change("shared.loading.live_weights", *PLANTED[bug]),
-    )
-    assert not is_all_or_nothing(module)
+@PLANTED.found_by(honest=True)
+def test_half_updated_weights_are_noticed(bug: Bug) -> dict[str, str]:
+    return {} if is_all_or_nothing(bug.planted or live_weights) else {"is_all_or_nothing": ""}

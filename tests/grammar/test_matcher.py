@@ -13,6 +13,7 @@ from diptych.shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
 from diptych.shared.grammar.reasoning import ReasoningGrammar
 from diptych.shared.interfaces.grammar import Grammar
 from diptych.shared.tools.conformance.oracles.brackets import CLOSE, END, OPEN, BracketMatcher
+from tests.planted import Bug, Bugs
 
 VOCAB_SIZE = 70
 
@@ -143,18 +144,14 @@ class NeverEnds(MatcherGrammar):
         return False
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [RollsBackOneTooFew, MaskOneStepLate, KeepsTheBranch, MaskOfTheParent, ForgetsARefusal, NeverEnds],
-    ids=lambda bug: bug.__name__,
-)
-def test_a_planted_bug_is_caught(bug: type[MatcherGrammar]) -> None:
-    def check_all() -> None:
-        for seed in range(20):
-            check_walk(bug(BracketMatcher()), Plain(), seed)
+BUGS = Bugs("matcher", "MatcherGrammar", "check_walk")
+BUGS.add_all(RollsBackOneTooFew, MaskOneStepLate, KeepsTheBranch, MaskOfTheParent, ForgetsARefusal, NeverEnds)
 
-    with pytest.raises((AssertionError, IndexError)):
-        check_all()
+
+@BUGS.found_by(AssertionError, IndexError)
+def test_a_planted_bug_is_caught(bug: Bug) -> None:
+    for seed in range(20):
+        check_walk(bug.plant(BracketMatcher()), Plain(), seed)
 
 
 def test_a_slow_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -12,12 +13,11 @@ import pytest
 import torch
 
 from diptych.optimized.kernels.linear import small_batch_linear
-from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
-from tests.changed_modules import Change, changed
+from tests.planted import Bug, Bugs
 
 EPS = 1e-2
 """As large as the squares of the rows below are on average: forgetting it shows."""
@@ -90,7 +90,7 @@ def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType 
     check(module, case)
 
 
-class Mutant(NamedTuple):
+class Planted(NamedTuple):
     """In one of the kernels, `old` is `new`; `check` on `case` finds it."""
 
     kernel: str
@@ -100,15 +100,34 @@ class Mutant(NamedTuple):
     case: Case
 
 
-def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check passes with the kernel as it is, and fails with the bug in it."""
-    entry = f"optimized.kernels.linear.{mutant.kernel}"
-    module = changed(entry, Change(entry, mutant.old, mutant.new))
-    case = replace(mutant.case, dtype=torch.bfloat16)
-    run(mutant.check, case, monkeypatch)
-    monkeypatch.setattr(small_batch_linear, mutant.kernel, getattr(module, mutant.kernel))
-    for kernels in (small_batch_linear.KERNELS, small_batch_linear.NORM_KERNELS):
-        if mutant.case.kernel in kernels:
-            monkeypatch.setitem(kernels, mutant.case.kernel, getattr(module, mutant.kernel))
-    with pytest.raises((Mismatch, AssertionError)):
-        run(mutant.check, case, monkeypatch)
+def planted(kind: str, rows: dict[str, Planted]) -> Callable[..., None]:
+    """The test of these bugs: the check holds with the kernel as it is, and fails with the bug in it."""
+    bugs = Bugs(kind)
+    for name, row in rows.items():
+        entry = f"optimized.kernels.linear.{row.kernel}"
+        bugs.words(name, entry, (entry, row.old, row.new), where=row.kernel, finder=row.check.__name__)
+
+    @bugs.found_by()
+    def test_planted_bugs(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+        kernel, _, _, check, case = rows[bug.name]
+        case = replace(case, dtype=torch.bfloat16)
+        expect_right(check, case)
+        wrong = getattr(bug.planted, kernel)
+        monkeypatch.setattr(small_batch_linear, kernel, wrong)
+        for kernels in (small_batch_linear.KERNELS, small_batch_linear.NORM_KERNELS):
+            if case.kernel in kernels:
+                monkeypatch.setitem(kernels, case.kernel, wrong)
+        try:
+            run(check, case, monkeypatch)
+        except AssertionError as error:
+            return {bug.finder: str(error)}
+        return {}
+
+    return test_planted_bugs
+
+
+@cache
+def expect_right(check: Check, case: Case) -> None:
+    """Once for all bugs that this check finds on this case."""
+    with pytest.MonkeyPatch.context() as patch:
+        run(check, case, patch)

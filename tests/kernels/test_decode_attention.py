@@ -15,9 +15,9 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.poison import poisoned_allocations
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
-from tests.changed_modules import Change, changed
 from tests.conformance.mutants.optimized_attention import FEW_CTAS
 from tests.kernels.fast_grid import fast_grid
+from tests.planted import Bug, Bugs
 
 LENGTHS = (1, 300, 5, 64, 65, 128, 129, 2)
 
@@ -167,19 +167,20 @@ def test_one_graph_serves_steps_of_all_lengths() -> None:
     steps_of_one_plan(batch, run)
 
 
-BUGS = {
+BUGS = Bugs("split-KV", "split_kv", "expect_steps")
+"""The contract has no sinks of requests that are long enough to be split, and no second step of them."""
+for _name, _words in {
     "the counter is not reset": ("tl.store(counter_ptr, 0)", "pass"),
     "the sink counts in each part": (
         "total * rescale + weight * factor",
         "total * rescale + weight * factor + tl.where(weight > 0,"
         " tl.exp2(tl.load(sinks_ptr + offs_g[:, None]) * LOG2_E - base), 0.0)",
     ),
-}
+}.items():
+    _change = ("optimized.kernels.attention.split_kv", *_words)
+    BUGS.words(_name, "optimized.attention.triton:TritonAttention", FEW_CTAS, _change, says="output of step")
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs(bug: str) -> None:
-    """The contract has no sinks of requests that are long enough to be split, and no second step of them."""
-    change = Change("optimized.kernels.attention.split_kv", *BUGS[bug])
-    with pytest.raises(Mismatch, match="output of step"):
-        expect_steps(changed("optimized.attention.triton", FEW_CTAS, change).TritonAttention)
+@BUGS.found_by(Mismatch)
+def test_planted_bugs(bug: Bug) -> None:
+    expect_steps(bug.planted)

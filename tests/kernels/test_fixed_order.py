@@ -25,7 +25,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
 from diptych.shared.types import ForwardMode
 from diptych.shared.types.quant_scheme import QuantScheme
-from tests.changed_modules import Change, changed
+from tests.planted import Bug, Bugs
 
 NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 129, 200, 256)
 HALF = torch.bfloat16
@@ -247,48 +247,43 @@ def test_norms_of_heads_take_one_token_at_a_time() -> None:
     assert INTERPRETED or _tiles(4096, (8, 2, 2), 64, 64, is_deterministic=True)[0]["TOKENS"] == 1
 
 
-MUTANTS = {
+_LINEAR, _ATTENTION = (
+    f"optimized.kernels.{name}" for name in ("linear.fixed_order_gemm", "attention.fixed_split_attention")
+)
+MUTANTS = Bugs("fixed order", finder="the bits of a row")
+for _name, (_entry, *_words) in {
     "tiles_by_the_number_of_tokens": (
-        "fixed_order_gemm", " STEP=tile.step,", " STEP=tile.step if num_tokens < 17 else 16,"
+        _LINEAR, " STEP=tile.step,", " STEP=tile.step if num_tokens < 17 else 16,"
     ),
     "columns_in_another_order": (
-        "fixed_order_gemm",
+        _LINEAR,
         "tile_of(x, token, k,",
         "tile_of(x, token, k if num_tokens < 17 else (size - 1) // STEP * STEP - k,",
     ),
     "splits_by_the_batch": (
-        "fixed_split_attention", '"SPLIT": SPLIT', '"SPLIT": SPLIT if batch_size > 1 else 128'
+        _ATTENTION, '"SPLIT": SPLIT', '"SPLIT": SPLIT if batch_size > 1 else 128'
     ),
     "splits_at_the_edge_of_a_chunk": (
-        "fixed_split_attention",
+        _ATTENTION,
         "if start % SPLIT == 0:",
         "if start == (seq_len - num_queries) // BLOCK_N * BLOCK_N:",
     ),
     "parts_in_another_order": (
-        "fixed_split_attention",
+        _ATTENTION,
         "rows = split * rows_of_split + request",
         "rows = (tl.cdiv(seq_len, SPLIT) - 1 - split + first) * rows_of_split + request",
     ),
-}  # fmt: skip
-"""name -> kernel, and the text that becomes another"""
+}.items():  # fmt: skip
+    _changes = [(_entry, *_words)]
+    if _name == "columns_in_another_order":  # of the weights too
+        _changes.append((_entry, "tile_of(weight, row, k,", _words[1].replace("x, token", "weight, row")))
+    MUTANTS.words(_name, _entry, *_changes, where=_entry)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if i > 2 else []) for i, name in enumerate(MUTANTS)]
-)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, before, after = MUTANTS[name]
-    entry = f"optimized.kernels.{'linear' if file == 'fixed_order_gemm' else 'attention'}.{file}"
-    changes = [Change(entry, before, after)]
-    if name == "columns_in_another_order":  # of the weights too
-        weights = "tile_of(weight, row, k,"
-        changes.append(Change(entry, weights, after.replace("x, token", "weight, row")))
-    module = changed(entry, *changes)
-    if file == "fixed_order_gemm":
-        check = partial(expect_row_of_gemm, module, 200, 70, HALF)
+@MUTANTS.found_by(AssertionError, is_fast=lambda number, _: number < 3)
+def test_a_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug.where == _LINEAR:
+        expect_row_of_gemm(bug.planted, 200, 70, HALF)
     else:
-        in_parts = name == "parts_in_another_order"
-        kernel = module.fixed_split_attention
-        check = partial(expect_row_of_attention, kernel, CASES[0], in_parts, monkeypatch)
-    with pytest.raises(AssertionError):
-        check()
+        kernel = bug.planted.fixed_split_attention
+        expect_row_of_attention(kernel, CASES[0], bug.name == "parts_in_another_order", monkeypatch)

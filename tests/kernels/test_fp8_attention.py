@@ -14,8 +14,8 @@ from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
 from diptych.shared.types.attention import FP8, KVScales
-from tests.changed_modules import Change, changed
 from tests.conformance.mutants.optimized_attention import FEW_CTAS
+from tests.planted import Bug, Bugs
 
 SIZES: dict[str, Any] = {"dtype": torch.float16, "num_qo_heads": 4, "num_kv_heads": 1, "head_dim": 128}
 EXTRAS = {"sliding_window": 150, "sinks": (0.5, 3.0, 0.1, 0.0), "logit_cap": 5.0, "page_size": 4}
@@ -75,29 +75,21 @@ def test_what_the_kernel_computes() -> None:
     assert not suits(16, 128, torch.bfloat16, torch.bfloat16)
 
 
-BUGS = {
+BUGS = Bugs("fp8 attention", finder="expect")
+for _name, (_file, *_words) in {
     "asks with the query before": ("fp8_decode_attention", "q_heads + next_request *", "q_heads + request *"),
     "values of the other key": ("fp8_tiles", "i // 2 * 8 + i % 2", "i // 2 * 8 + 1 - i % 2"),
     "keys beyond the end": ("fp8_tiles", "(position < seq_len) & ", ""),
     "window forgotten": ("fp8_tiles", " & (position >= first_key)", ""),
     "sums are not rescaled": ("fp8_decode_attention", "* rescale0 + sum0", "+ sum0"),
-}
+}.items():
+    _folder = "optimized.kernels.attention"
+    _few_requests = (f"{_folder}.fp8_decode_attention", "MIN_REQUESTS = 16", "MIN_REQUESTS = 1")
+    _changes = FEW_CTAS, (f"{_folder}.{_file}", *_words), _few_requests
+    BUGS.words(_name, "optimized.attention.triton:TritonAttention", *_changes, where=_file)
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=[pytest.mark.full] * (i > 1)) for i, bug in enumerate(BUGS)]
-)
-def test_planted_bugs(bug: str) -> None:
-    file, before, after = BUGS[bug]
-    changes = [FEW_CTAS, Change(f"optimized.kernels.attention.{file}", before, after)]
-    minimum = Change(
-        "optimized.kernels.attention.fp8_decode_attention", "MIN_REQUESTS = 16", "MIN_REQUESTS = 1"
-    )
-    impl = changed("optimized.attention.triton", *changes, minimum).TritonAttention
-
-    def expect_both() -> None:
-        expect(impl, (1, 300, 129, 513), **EXTRAS)
-        expect(impl, (900, 130))
-
-    with pytest.raises(Mismatch):
-        expect_both()
+@BUGS.found_by(Mismatch, is_fast=lambda number, _: number <= 1)
+def test_planted_bugs(bug: Bug) -> None:
+    expect(bug.planted, (1, 300, 129, 513), **EXTRAS)
+    expect(bug.planted, (900, 130))

@@ -17,6 +17,7 @@ from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
 from diptych.optimized.kernels.portable import INTERPRETED
 from diptych.shared import registry
 from tests.changed_modules import Change, changed_files
+from tests.planted import Bug, Bugs
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs two GPUs, or processes of the interpreter")
 EPS = 1e-6
@@ -136,6 +137,7 @@ def test_steps_of_any_dtype_and_past_the_largest_number() -> None:
     assert check(2, SHAPES, dtypes, first_step=2**31 - 4) == []
 
 
+MODULE = "optimized.kernels.collectives.one_shot_all_reduce"
 Changes = Sequence[tuple[str, str]]
 """Of the kernel's text: before and after."""
 TOTAL = "total = tl.zeros(x.shape, tl.float32)"
@@ -148,7 +150,8 @@ def pause(line: str) -> Changes:
 
 
 LATE_READER, LATE_WRITER = pause(TOTAL), pause("message = number")
-PLANTED: dict[str, Changes] = {
+PLANTED = Bugs("one-shot all-reduce", "one_shot_all_reduce", "check_changed")
+for _name, _changes in {
     "own part first": [
         (TOTAL, "total = x.to(tl.float32)"),
         ("part = x.to(tl.float32)", "part = tl.zeros(x.shape, tl.float32)"),
@@ -162,28 +165,24 @@ PLANTED: dict[str, Changes] = {
     "the sum is rounded before the residual is added": [
         ("total += residual", "total = rounded(total, dtype).to(tl.float32) + residual")
     ],
-}
+}.items():
+    PLANTED.words(_name, MODULE, *((MODULE, *words) for words in _changes))
 PLANTED_SHAPES: list[Shape] = [(64, 40), (64 * 40,), (3, 96), (BLOCK + 1,), (70, 40)]
 """The first two have the same words, in one block and in two."""
 
 
 def check_changed(changes: Changes, seconds: int = 60) -> list[tuple[int, int]]:
-    module = "optimized.kernels.collectives.one_shot_all_reduce"
-    (path,) = changed_files([Change(module, *words) for words in changes]).values()
+    (path,) = changed_files([Change(MODULE, *words) for words in changes]).values()
     changed = registry.load("kernel", f"{path}:OneShotAllReduce")
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
     return check(3, PLANTED_SHAPES, dtypes, first_step=2**31 - 3, impl=changed, seconds=seconds)
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=[pytest.mark.full] * (i > 1)) for i, bug in enumerate(PLANTED)]
-)
-def test_a_planted_bug_is_found(bug: str) -> None:
+@PLANTED.found_by(TimeoutError, is_fast=lambda number, _: number <= 1)
+def test_a_planted_bug_is_found(bug: Bug) -> dict[str, str]:
     """By other bits, or because a rank waits forever."""
-    try:
-        assert check_changed(PLANTED[bug], seconds=2) != []
-    except TimeoutError:
-        return
+    wrong = check_changed([change[1:] for change in bug.plant.changes], seconds=2)
+    return {"check_changed": str(wrong)} if wrong else {}
 
 
 @pytest.mark.parametrize("changes", [LATE_READER, LATE_WRITER], ids=["reader", "writer"])

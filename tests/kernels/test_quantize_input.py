@@ -16,7 +16,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import HALF_TYPES, Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import amid_poison
 from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
-from tests.changed_modules import Change, changed
+from tests.planted import Bug, Bugs
 
 
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
@@ -69,7 +69,8 @@ def test_codes_are_those_of_a_division(kind: str, dtype: torch.dtype) -> None:
     check_codes(kernel, kind, dtype)
 
 
-BUGS = {
+BUGS = Bugs("quantized inputs", finder="check_codes")
+for _name, (_kind, *_words) in {
     "quotients are not corrected": (
         "fp8 token",
         "quotient = _fma(_fma(estimate, divisor, x), reciprocal, estimate)",
@@ -77,13 +78,11 @@ BUGS = {
     ),
     "tiny scales stay as they are": ("fp8 token", "scale < 2.0**-60", "scale < 0.0"),
     "a quotient that overflows is NaN": ("fp8 static", "IS_HALF, not STATIC)", "IS_HALF, True)"),
-}
+}.items():
+    _entry = "optimized.kernels.linear.quantize_input"
+    BUGS.words(_name, _entry, (_entry, *_words), where=_kind)
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs(name: str) -> None:
-    kind, *words = BUGS[name]
-    entry = "optimized.kernels.linear.quantize_input"
-    module = changed(entry, Change(entry, *words))
-    with pytest.raises(Mismatch):
-        check_codes(module, kind, torch.bfloat16)
+@BUGS.found_by(Mismatch)
+def test_planted_bugs(bug: Bug) -> None:
+    check_codes(bug.planted, bug.where, torch.bfloat16)

@@ -23,13 +23,13 @@ from diptych.optimized.quantized import quantized_layers
 from diptych.optimized.quantized.quantized_layers import QuantizedLinear, QuantizedMergedLinear
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.modeling import dequantized_values as exact
-from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
 from diptych.shared.tools.conformance.clauses.device import building, check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
-from tests.changed_modules import Change, changed
+from tests.planted import Bug, Bugs
 
 HALF = torch.bfloat16
 
@@ -220,20 +220,20 @@ def test_what_is_cut_into_parts() -> None:
     assert parts_of(4096, 12288, "fp8 block") == parts_of(4096, 12288, "int8 token") == [1, 1, 1, 1, 1]
 
 
-SPLIT_K_BUGS = {
+SPLIT_K_BUGS = Bugs("split-K of quantized GEMMs", "quantized_gemm", "check_split_k")
+for _name, _words in {
     "a part goes on to the end": ("tl.minimum(first_byte + part_bytes, row_bytes)", "row_bytes"),
     "parts are written over each other": ("tl.program_id(1) * (ROWS * TOKENS) + place", "place"),
     "the last part is left out": ("tl.static_range(1, PARTS)", "tl.static_range(1, PARTS - 1)"),
     "counters stay": ("tl.store(counters_ptr + tl.program_id(0), 0)", "pass"),
-}
+}.items():
+    _entry = "optimized.kernels.linear.quantized_gemm"
+    SPLIT_K_BUGS.words(_name, _entry, (_entry, *_words))
 
 
-@pytest.mark.parametrize("name", SPLIT_K_BUGS)
-def test_planted_bugs_of_split_k(name: str) -> None:
-    entry = "optimized.kernels.linear.quantized_gemm"
-    module = changed(entry, Change(entry, *SPLIT_K_BUGS[name]))
-    with pytest.raises((Mismatch, AssertionError)):
-        check_split_k(module, "fp8 token", 3)
+@SPLIT_K_BUGS.found_by(AssertionError)
+def test_planted_bugs_of_split_k(bug: Bug) -> None:
+    check_split_k(bug.planted, "fp8 token", 3)
 
 
 def test_the_residual_is_added_before_rounding() -> None:

@@ -15,7 +15,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, HALF_TYPES, type_name
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from tests.kernels.fast_grid import fast_grid
-from tests.kernels.linear_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
+from tests.kernels.linear_cases import EPS, Case, Check, Data, Planted, close, name_of, planted, run
 
 CASES = [
     Case("warp_gemv", 1, 1, 1),
@@ -263,83 +263,78 @@ GEMV, TAILS, ROWS, GEMM, TILED = (
     Case("sliced_k_gemm", 5, 33, 320),
     Case("tiled_gemm", 5, 33, 100),
 )
-MUTANTS = {
-    "the norm forgets eps": Mutant("warp_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
-    "the norm's mean counts the padding": Mutant(
+test_planted_bugs = planted("GEMMs of a few tokens", {
+    "the norm forgets eps": Planted("warp_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
+    "the norm's mean counts the padding": Planted(
         "warp_gemv", "squares, 0) / SIZE", "squares, 0) / (TILES * COLUMNS)", check_norm_linear, GEMV
     ),
-    "the norm's weight is left out": Mutant(
+    "the norm's weight is left out": Planted(
         "warp_gemv", "rounded(x, dtype).to(tl.float32) * weight", "rounded(x, dtype).to(tl.float32)",
         check_norm_linear, GEMV,
     ),
-    "the norm of Gemma forgets 1 +": Mutant(
+    "the norm of Gemma forgets 1 +": Planted(
         "warp_gemv", "1.0 + weight", "weight", check_unit_offset, GEMV
     ),
-    "every token has the first one's norm": Mutant(
+    "every token has the first one's norm": Planted(
         "warp_gemv", "x * scales[t]", "x * scales[0]", check_norm_linear, GEMV
     ),
-    "gate and up are swapped": Mutant(
+    "gate and up are swapped": Planted(
         "warp_gemv", "row = (p % HALVES) * OUT", "row = ((p + 1) % HALVES) * OUT",
         check_norm_linear_silu, GEMV,
     ),
-    "the last columns are not masked": Mutant(
+    "the last columns are not masked": Planted(
         "warp_gemv", "SIZE % COLUMNS != 0", "False", check_linear, Case("warp_gemv", 1, 64, 100)
     ),
-    "the last rows are not masked": Mutant(
+    "the last rows are not masked": Planted(
         "warp_gemv",
         "element_ty), mask=mask_rows)",
         "element_ty), mask=(lanes < GROUPS)[:, None])",
         check_linear_add,
         TAILS,
     ),
-    "the tile ahead is the tile at hand": Mutant(
+    "the tile ahead is the tile at hand": Planted(
         "warp_gemv",
         "row * row_stride + (i + AHEAD) * COLUMNS",
         "row * row_stride + i * COLUMNS",
         check_linear,
         TAILS,
     ),
-    "the residual is the first token's": Mutant(
+    "the residual is the first token's": Planted(
         "warp_gemv", "residuals[t]", "residuals[0]", check_linear_add, GEMV
     ),
-    "rows: the norm forgets eps": Mutant("cta_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, ROWS),
-    "rows: up is gate": Mutant("cta_gemv", "rows + half * OUT", "rows", check_norm_linear_silu, ROWS),
-    "rows: the next block is the block at hand": Mutant(
+    "rows: the norm forgets eps": Planted("cta_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, ROWS),
+    "rows: up is gate": Planted("cta_gemv", "rows + half * OUT", "rows", check_norm_linear_silu, ROWS),
+    "rows: the next block is the block at hand": Planted(
         "cta_gemv", "weight_ptr, block + PROGRAMS,", "weight_ptr, block,", check_linear, ROWS
     ),
-    "rows: each block has the first one's residual": Mutant(
+    "rows: each block has the first one's residual": Planted(
         "cta_gemv", "residual_ptr + rows", "residual_ptr + tl.arange(0, ROWS)", check_linear_add, ROWS
     ),
-    "rows: the last columns are left out": Mutant(
+    "rows: the last columns are left out": Planted(
         "cta_gemv", "static_range(1, TILES)", "static_range(1, TILES - 1)", check_linear, ROWS
     ),
-    "gemm: tokens beyond the last are written": Mutant(
+    "gemm: tokens beyond the last are written": Planted(
         "sliced_k_gemm",
         "element_ty), mask=in_out)",
         "element_ty), mask=(rows < OUT) & (tokens >= 0)[None, :])",
         check_linear_add, GEMM,
     ),
-    "gemm: the last columns are not masked": Mutant(
+    "gemm: the last columns are not masked": Planted(
         "sliced_k_gemm", "(columns + start < SIZE)", "(columns >= 0)", check_linear, GEMM
     ),
-    "gemm: the sum of one warp is left out": Mutant(
+    "gemm: the sum of one warp is left out": Planted(
         "sliced_k_gemm", "tl.sum(sums, 0)", "tl.sum(sums, 0) - tl.min(sums, 0)", check_linear, GEMM
     ),
-    "tiled: up is gate": Mutant("tiled_gemm", "out + row", "row", check_norm_linear_silu, TILED),
-    "tiled: tokens beyond the last are written": Mutant(
+    "tiled: up is gate": Planted("tiled_gemm", "out + row", "row", check_norm_linear_silu, TILED),
+    "tiled: tokens beyond the last are written": Planted(
         "tiled_gemm", "element_ty), mask=mask)", "element_ty), mask=(offs_t >= 0) & (offs_o < out))",
         check_linear_add, TILED,
     ),
-    "tiled: the last columns are not masked": Mutant(
+    "tiled: the last columns are not masked": Planted(
         "tiled_gemm", "(offs_k < size)", "(offs_k >= 0)", check_linear, TILED
     ),
-    "tiled: the last tile of columns is left out": Mutant(
+    "tiled: the last tile of columns is left out": Planted(
         "tiled_gemm", "first + part_size, size)", "first + part_size, size - STEP)", check_linear,
         Case("tiled_gemm", 5, 33, 520, margin=8),
     ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expect_found(MUTANTS[name], monkeypatch)
+})  # fmt: skip

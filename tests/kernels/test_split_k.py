@@ -16,7 +16,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import HALF_TYPES, type_name
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
-from tests.kernels.linear_cases import Case, Data, Mutant, close, expect_found, name_of, run
+from tests.kernels.linear_cases import Case, Data, Planted, close, name_of, planted, run
 
 
 def summed(columns: int) -> Tolerance:
@@ -94,19 +94,17 @@ def test_large_parts(num_tokens: int, shape: tuple[int, int], monkeypatch: pytes
     test_parts(Case("tiled_gemm", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
 
 
-MUTANTS = {
-    "a part goes on to the end": Mutant(
-        "tiled_gemm", "tl.minimum(first + part_size, size)", "size", check_parts, PARTED[1]
-    ),
-    "every part is of the first columns": Mutant(
-        "tiled_gemm", "first = tl.program_id(1) * part_size", "first = 0", check_parts, PARTED[1]
-    ),
-    "parts are written over each other": Mutant(
-        "tiled_gemm", "tl.program_id(1) * stride_part", "0", check_parts, PARTED[1]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expect_found(MUTANTS[name], monkeypatch)
+test_planted_bugs = planted(
+    "split-K",
+    {
+        "a part goes on to the end": Planted(
+            "tiled_gemm", "tl.minimum(first + part_size, size)", "size", check_parts, PARTED[1]
+        ),
+        "every part is of the first columns": Planted(
+            "tiled_gemm", "first = tl.program_id(1) * part_size", "first = 0", check_parts, PARTED[1]
+        ),
+        "parts are written over each other": Planted(
+            "tiled_gemm", "tl.program_id(1) * stride_part", "0", check_parts, PARTED[1]
+        ),
+    },
+)

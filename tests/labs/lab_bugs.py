@@ -29,10 +29,7 @@ BUGS = (
         scene="alone_and_together",
         component="model_runner",
         changes=(
-            (
-                "hidden_states[forward_batch.last_token_rows]",
-                "hidden_states[-len(forward_batch.seq_lens) :]",
-            ),
+            ("hidden_states[forward_batch.last_token_rows]", "hidden_states[-len(forward_batch.seq_lens) :]"),
         ),
         best="last-token-logits",
         explanation="""The runner took the last rows of the step as the last tokens of the requests. With
@@ -40,10 +37,7 @@ BUGS = (
         ragged: request i ends at extend_start_loc[i] + extend_seq_lens[i] - 1. Decode
         steps have one row a request, so only the first token was wrong, and the text went
         on from it.""",
-        links=(
-            "vllm-project/vllm-metal/pull/81",
-            "nod-ai/amd-shark-ai/issues/2235",
-        ),
+        links=("vllm-project/vllm-metal/pull/81", "nod-ai/amd-shark-ai/issues/2235"),
     ),
     LabBug(
         title="The end of the answer says too much",
@@ -51,22 +45,14 @@ BUGS = (
         all.""",
         scene="streamed_to_a_stop",
         component="detokenizer",
-        changes=(
-            (
-                "len(self._held_text) - num_held_chars(self._held_text, stop)",
-                "len(self._held_text)",
-            ),
-        ),
+        changes=(("len(self._held_text) - num_held_chars(self._held_text, stop)", "len(self._held_text)"),),
         best="beginning-is-held-back",
         explanation="""Text that may be the beginning of a stop string must wait until the next token
         decides. This detokenizer gave it out at once. A stop string of several tokens was
         then half on its way to the client when it was recognized, and nothing that was
         given out can be taken back. The text of a request without a stream is cut at the
         same place, so only streams show it.""",
-        links=(
-            "sgl-project/sglang/pull/11462",
-            "SharpAI/SwiftLM/issues/126",
-        ),
+        links=("sgl-project/sglang/pull/11462", "SharpAI/SwiftLM/issues/126"),
     ),
     LabBug(
         title="Short questions only",
@@ -112,11 +98,7 @@ BUGS = (
         the sum crosses p belongs to it: its own share does not count, only that of the
         tokens before it. With `sum <= p` this token is lost, and with a flat distribution
         that is a large part of the probability.""",
-        links=(
-            "ggml-org/llama.cpp/pull/1953",
-            "fishaudio/fish-speech/pull/1171",
-            "Biohub/esm/pull/360",
-        ),
+        links=("ggml-org/llama.cpp/pull/1953", "fishaudio/fish-speech/pull/1171", "Biohub/esm/pull/360"),
     ),
     LabBug(
         title="A word too many",
@@ -137,10 +119,7 @@ BUGS = (
         explanation="""A step computes a chunk of the prompt, and the sampler draws a token for each
         request of the step. The token after a chunk that is not the last has no meaning:
         the prompt goes on there. Here it was appended to the answer.""",
-        links=(
-            "tenstorrent/tt-xla/issues/5830",
-            "sgl-project/sglang/pull/37295",
-        ),
+        links=("tenstorrent/tt-xla/issues/5830", "sgl-project/sglang/pull/37295"),
     ),
     LabBug(
         title="Whose prefix is it?",
@@ -181,11 +160,7 @@ BUGS = (
         end that was taken for exclusive. Requests that end with one page of their own
         lose nothing, so short tests are green. A check of the sum, free + cached + owned
         = all, finds it in the step in which it happens; --check-invariants is that check.""",
-        links=(
-            "sgl-project/sglang/issues/6888",
-            "kekzl/imp/issues/1115",
-            "sgl-project/sglang-jax/issues/70",
-        ),
+        links=("sgl-project/sglang/issues/6888", "kekzl/imp/issues/1115", "sgl-project/sglang-jax/issues/70"),
     ),
     LabBug(
         title="The same seed, another answer",
@@ -204,10 +179,7 @@ BUGS = (
         explanation="""The noise of a request also depended on its row in the batch. Who else asks at
         that moment decides about the row. The noise must be a function of the request's
         own seed and position, and of the token: then the batch does not matter.""",
-        links=(
-            "vllm-project/vllm/issues/51226",
-            "vllm-project/vllm/issues/1211",
-        ),
+        links=("vllm-project/vllm/issues/51226", "vllm-project/vllm/issues/1211"),
     ),
     LabBug(
         title="The first answer is right",
@@ -215,12 +187,7 @@ BUGS = (
         asks one question after a restart, and is content.""",
         scene="one_after_another",
         component="attention",
-        changes=(
-            (
-                "table[forward_batch.req_pool_indices[i], :num_keys]",
-                "table[i + 1, :num_keys]",
-            ),
-        ),
+        changes=(("table[forward_batch.req_pool_indices[i], :num_keys]", "table[i + 1, :num_keys]"),),
         best="decode",
         explanation="""Attention took row i + 1 of req_to_token for request i of the batch. Rows are
         given out in order, so that is true for the first batch after the start. Freed
@@ -269,10 +236,7 @@ BUGS = (
         and the allocation failed in the middle of the step. Without a page of memory the
         prompt must wait: a step later
         another request may have ended.""",
-        links=(
-            "sgl-project/sglang/pull/30743",
-            "sgl-project/sglang/pull/23174",
-        ),
+        links=("sgl-project/sglang/pull/30743", "sgl-project/sglang/pull/23174"),
     ),
     LabBug(
         title="Right, and slow",
@@ -280,22 +244,14 @@ BUGS = (
         release the popular system prompt is computed again and again.""",
         scene="a_popular_prompt",
         component="radix_cache",
-        changes=(
-            (
-                "            child.last_access_time = self._time\n",
-                "",
-            ),
-        ),
+        changes=(("            child.last_access_time = self._time\n", ""),),
         best="eviction-order",
         explanation="""A match did not refresh the time of the nodes that it reached, so the least
         recently used node was in truth the oldest one. A prompt that all
         users send was
         evicted as soon as enough one-time prompts had come behind it. No answer changes;
         only the order of eviction, the hit rate and the time to the first token do.""",
-        links=(
-            "sgl-project/mini-sglang/pull/124",
-            "sgl-project/sglang/pull/24892",
-        ),
+        links=("sgl-project/mini-sglang/pull/124", "sgl-project/sglang/pull/24892"),
     ),
 )
 LABS = Bugs("lab")

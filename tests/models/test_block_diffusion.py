@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from model_harness import random_hf_model
 from transformers import PreTrainedModel
 
-import diptych.reference.schedule_batch
 from diptych.reference.modes.block_diffusion import DiffusionDecoding, fill_in
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.types import MIN_TEMPERATURE, DiffusionParams, SamplingParams
+from tests.planted import Bug, Bugs
 
 MASK = 330
 NUM_NEW = 14
@@ -150,25 +149,22 @@ def causal(reqs: Any, seq_lens: Any, lens: Any, device: Any) -> torch.Tensor:
     return torch.cat([mask.flatten() for mask in masks])
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "bug"),
-    [
-        (DiffusionDecoding, "_forward", no_last_pass),
-        (diptych.reference.schedule_batch, "visible_in_blocks", causal),
-        (diptych.reference.modes.block_diffusion, "visible_in_blocks", causal),
-    ],
-    ids=["no last pass", "causal prompts", "causal blocks"],
-)
+BUGS = Bugs("block diffusion", finder="plain_loop")
+for _name, _where, _bug in (
+    ("no last pass", f"{DiffusionDecoding.__module__}.DiffusionDecoding._forward", no_last_pass),
+    ("causal prompts", "diptych.reference.schedule_batch.visible_in_blocks", causal),
+    ("causal blocks", "diptych.reference.modes.block_diffusion.visible_in_blocks", causal),
+):
+    BUGS.add(_name, _bug, where=_where)
+
+
+@BUGS.found_by()
 def test_planted_bugs_are_found(
-    model: PreTrainedModel,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: Any,
-    name: str,
-    bug: Callable[..., Any],
-) -> None:
-    monkeypatch.setattr(where, name, bug)
-    assert answers(LLM(str(folder), **FLAGS), (9, PARAMS))[0] != plain_loop(model, prompt_of(9), PARAMS)
+    bug: Bug, model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    bug.plant_in(monkeypatch)
+    found = answers(LLM(str(folder), **FLAGS), (9, PARAMS))[0]
+    return found != plain_loop(model, prompt_of(9), PARAMS)
 
 
 def test_refusals(folder: Path) -> None:

@@ -17,6 +17,7 @@ from diptych.shared.scheduling import state_checkpoints
 from diptych.shared.scheduling.state_checkpoints import StateCheckpoints
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import Req, SamplingParams
+from tests.planted import Bug, Bugs
 
 NUM_NEW = 12
 GRID = 8
@@ -211,13 +212,15 @@ def _unlike_namespaces(states: StateCheckpoints, token_ids: list[int], extra_key
 
 
 ORDER, BEGIN = StateCheckpoints._order, StateCheckpoints._begin
-BUGS = {
+BUGS = Bugs("state checkpoints", finder="_some_requests")
+for _place, _bug in {
     "longest": _every_kv,
     "_order": _a_step_too_far,
     "_begin": _loads_nothing,
     "forget": _keeps_checkpoints,
     "digests": _unlike_namespaces,
-}
+}.items():
+    BUGS.add_all(_bug, where=f"{StateCheckpoints.__module__}.StateCheckpoints.{_place}")
 
 
 def _some_requests(engine: Engine) -> None:
@@ -235,15 +238,7 @@ def _some_requests(engine: Engine) -> None:
     engine.ask(prompt)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateCheckpoints, name, BUGS[name])
-    engine = Engine(tmp_path, "reference")
-    with pytest.raises((AssertionError, KeyError)):
-        _some_requests(engine)
-
-
-@pytest.mark.full
-def test_no_planted_bug(tmp_path: Path) -> None:
+@BUGS.found_by(AssertionError, KeyError, is_fast=lambda *_: False, honest=True)
+def test_planted_bugs(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant_in(monkeypatch)
     _some_requests(Engine(tmp_path, "reference"))

@@ -16,6 +16,7 @@ from diptych.shared.scheduling import state_checkpoints
 from diptych.shared.scheduling.state_checkpoints import StateCheckpoints
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, SamplingParams
+from tests.planted import Bug, Bugs
 
 NUM_NEW = 14
 GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
@@ -181,14 +182,15 @@ def _keeps_an_old_count(pool: StatePool, row: int, start: int, end: int) -> Any:
 ACCEPTED, BEGIN = StatePool.num_accepted, StatePool.begin
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["num_accepted", "begin"])
-def test_planted_bugs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bugs = {"num_accepted": _one_too_few, "begin": _keeps_an_old_count}
-    monkeypatch.setattr(StatePool, name, bugs[name])
-    llm = engine(tmp_path, "reference", max_running_requests=1)
-    with pytest.raises(AssertionError):
-        check_all(llm, [0, 1], [4, 3, 0], [2, 1])
+BUGS = Bugs("states of drafts", finder="check_all")
+BUGS.add_all(_one_too_few, where=f"{StatePool.__module__}.StatePool.num_accepted")
+BUGS.add_all(_keeps_an_old_count, where=f"{StatePool.__module__}.StatePool.begin")
+
+
+@BUGS.found_by(AssertionError, is_fast=lambda *_: False)
+def test_planted_bugs(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant_in(monkeypatch)
+    check_all(engine(tmp_path, "reference", max_running_requests=1), [0, 1], [4, 3, 0], [2, 1])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from diptych.shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import DraftTree, ForwardBatch
 from tests.parallel.tiny_ranks import answers, make_config
+from tests.planted import Bug, Bugs
 
 SPECULATIVE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -72,13 +73,18 @@ def test_a_rank_that_differs_in_a_last_bit_follows(
     assert len(first[1]) > 11
 
 
-def test_without_the_broadcast_it_does_not(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug."""
+BUGS = Bugs("agreement", f"{AgreedSampler.__module__}.AgreedSampler.sample", "answers of the other rank")
+BUGS.add("there is no broadcast", lambda self, *args: self.sampler.sample(*args))
+
+
+@BUGS.found_by()
+def test_without_the_broadcast_it_does_not(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
     monkeypatch.setattr("diptych.reference.decoder.gather_logits", with_ties)
-    monkeypatch.setattr(AgreedSampler, "sample", lambda self, *args: self.sampler.sample(*args))
+    bug.plant_in(monkeypatch)
     first, second = run(folders, {})
-    assert first[0][0] != second[0][0]
-    assert first[1] != second[1]
+    return first[0][0] != second[0][0] and first[1] != second[1]
 
 
 def test_trees_are_those_of_rank_0() -> None:

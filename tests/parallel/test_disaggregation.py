@@ -29,6 +29,7 @@ from diptych.shared.types import (
 )
 from tests.parallel.engine_pair import SECONDS, Pair, config_of, expected_of, output_ids, pair_of
 from tests.parallel.tiny_ranks import requests
+from tests.planted import Bug, Bugs
 
 TRANSPORTS = ["reference", "shared_memory"]
 
@@ -263,8 +264,16 @@ def _unlocks_at_send(self: PrefillSide, *arguments: Any) -> None:
 SEND = PrefillSide._send
 
 
-def test_pages_that_are_freed_in_flight(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: another prompt overwrites the pages before they are copied."""
+BUGS = Bugs("pages in flight", f"{PrefillSide.__module__}.PrefillSide._send", "answers of one engine")
+BUGS.add_all(_unlocks_at_send)
+
+
+@BUGS.found_by(honest=True)
+def test_pages_that_are_freed_in_flight(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Another prompt overwrites the pages before they are copied."""
+    bug.plant_in(monkeypatch)
     config = config_of(folders, "reference", max_total_tokens=32, page_size=1)
     expected = expected_of(config)
 
@@ -284,6 +293,4 @@ def test_pages_that_are_freed_in_flight(folders: dict[str, str], monkeypatch: py
             pair.finish()
             return req.output_ids
 
-    assert run() == expected[4].output_ids
-    monkeypatch.setattr(PrefillSide, "_send", _unlocks_at_send)
-    assert run() != expected[4].output_ids
+    return run() != expected[4].output_ids

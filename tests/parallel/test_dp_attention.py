@@ -31,6 +31,7 @@ from diptych.shared.tools.conformance.clauses.suite import check_implementation,
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req
 from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.planted import Bug, Bugs
 
 MIXES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -94,10 +95,15 @@ class LocalNumbers(Begun):
         self.part = 0
 
 
-@pytest.mark.parametrize("impl", [FromTheStart, PaddingIsCounted, NoSum, LocalNumbers])
-def test_a_planted_bug_breaks_the_contract(impl: type[PassDispatch]) -> None:
-    verdicts = check_implementation(clauses_of("expert_dispatch"), impl, impl, shrink_failures=False)
-    assert any(not verdict.holds for verdict in verdicts)
+BUGS = Bugs("dispatch of passes", "PassDispatch", "a clause of expert_dispatch")
+BUGS.add_all(FromTheStart, PaddingIsCounted, NoSum, LocalNumbers)
+
+
+@BUGS.found_by()
+def test_a_planted_bug_breaks_the_contract(bug: Bug) -> bool:
+    clauses = clauses_of("expert_dispatch")
+    verdicts = check_implementation(clauses, bug.plant, bug.plant, shrink_failures=False)
+    return any(not verdict.holds for verdict in verdicts)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import FinishError, Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
 from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.planted import Bug, Bugs
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
 OTHERS = [n for n in FLAGS if n != "mixed chunks" and "speculative_draft_model" not in FLAGS[n]]
@@ -195,7 +196,8 @@ def _late(self: ExpertManager, *args: Any) -> Any:
 
 
 USE, MOVE = ExpertPlacement.use, ExpertManager._move_layer
-PLANTED: dict[str, tuple[str, Any]] = {
+PLANTED = Bugs("expert parallel", finder="answers of one rank")
+for _name, (_where, _wrong) in {
     "a stale map after a rebalance": ("diptych.shared.parallel.expert_map.ExpertPlacement.use", _never_used),
     "experts are overwritten, then sent": (
         "diptych.shared.parallel.expert_manager.ExpertManager._move_layer",
@@ -207,18 +209,19 @@ PLANTED: dict[str, tuple[str, Any]] = {
             x, topk._replace(topk_ids=placement.choose(topk.topk_ids)), experts
         ),
     ),
-}
+}.items():
+    PLANTED.add(_name, _wrong, _name, where=_where)
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@PLANTED.found_by()
 def test_a_planted_bug_changes_the_answers(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
     config = make_config(folders["qwen3-moe"])
     expected = output_ids(answers(assemble(config)))
-    monkeypatch.setattr(*PLANTED[bug])
+    bug.plant_in(monkeypatch)
     found = of_ranks(config, 2, **EP["rebalanced"])
-    assert [output_ids(reqs) for _, reqs in found] != [expected] * 2
+    return [output_ids(reqs) for _, reqs in found] != [expected] * 2
 
 
 OPTIMIZED: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from diptych.shared.engine.processes.ranks import LeadScheduler
 from diptych.shared.parallel import channel
 from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import make_config, requests
+from tests.planted import Bug, Bugs
 
 
 def test_a_call_comes_back() -> None:
@@ -109,14 +110,15 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     return [[(req.finished_reason, req.output_ids) for req in each if req] for each in (reqs, repeated)]
 
 
-def test_a_rank_takes_the_time_of_the_first(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+BUGS = Bugs("clock of ranks", f"{CallClock.__module__}.CallClock.follow", "ends on the first rank")
+BUGS.add("a rank takes its own time", lambda self, call: setattr(self, "now", time.monotonic()))
+
+
+@BUGS.found_by(honest=True)
+def test_a_rank_takes_the_time_of_the_first(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    bug.plant_in(monkeypatch)
     first, other = finished_on_two_ranks(folders["llama"], monkeypatch)
     assert first[1][0] is not None, "the request that waits is overdue"
-    assert other == first
-
-
-def test_a_local_clock_is_caught(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: a rank takes its own time."""
-    monkeypatch.setattr(CallClock, "follow", lambda self, call: setattr(self, "now", time.monotonic()))
-    first, other = finished_on_two_ranks(folders["llama"], monkeypatch)
-    assert other != first
+    return other != first

@@ -24,6 +24,7 @@ from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import FinishAbort, Req
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
+from tests.planted import Bug, Bugs
 
 FLAGS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -247,7 +248,8 @@ def _slow(self: Stage, *args: Any) -> None:
 
 
 START_SEND, LAUNCH = Stage._start_send, Stage.launch
-PLANTED: dict[str, tuple[str, Any]] = {
+PLANTED = Bugs("pipeline", finder="answers of one stage")
+for _name, (_where, _wrong) in {
     "tokens of retracted requests are kept": (
         "diptych.reference.parallel.pipeline.PipelineScheduler._staying",
         _all_stay,
@@ -257,20 +259,20 @@ PLANTED: dict[str, tuple[str, Any]] = {
         "diptych.shared.loading.pipeline_stages.layers_of",
         lambda num_layers, rank, size: layers_of(num_layers, size - 1 - rank, size),
     ),
-}
+}.items():
+    PLANTED.add(_name, _wrong, _name, where=_where)
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@PLANTED.found_by(honest=True)
 def test_a_planted_bug_changes_the_answers(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
     config = make_config(folders["llama"]).updated(check_invariants=False)
     expected = output_ids(answers(assemble(config)))
     monkeypatch.setattr("diptych.reference.parallel.pipeline.Stage.launch", _slow)
-    assert [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)] == [expected] * 2
-    monkeypatch.setattr(*PLANTED[bug])
+    bug.plant_in(monkeypatch)
     try:
         found = [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)]
-    except (AssertionError, RuntimeError):
-        return
-    assert found != [expected] * 2
+    except (AssertionError, RuntimeError) as error:
+        return {"answers of one stage": str(error)}
+    return found != [expected] * 2

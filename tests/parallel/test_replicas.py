@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from diptych.shared.engine.processes.replicas import Controller, Load, choose_re
 from diptych.shared.parallel import channel
 from diptych.shared.types import FinishAbort, FinishError, FinishLength, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.planted import Bug, Bugs
 
 POLICIES = ("round-robin", "least-requests", "least-tokens")
 
@@ -61,11 +62,13 @@ def _waits_for_reports(policy: str, given: Sequence[Load], last: int) -> int:
     return choose_replica(policy, [Load() for _ in given], last)
 
 
-@pytest.mark.parametrize(
-    "planted", [_ties_to_the_first, _tokens_of_requests, _most_tokens, _waits_for_reports]
-)
-def test_a_planted_bug_chooses_another(planted: Callable[[str, Sequence[Load], int], int]) -> None:
-    assert any(planted(policy, given, last) != expected for policy, given, last, expected in CHOICES)
+BUGS = Bugs("replicas", "choose_replica", "CHOICES")
+BUGS.add_all(_ties_to_the_first, _tokens_of_requests, _most_tokens, _waits_for_reports)
+
+
+@BUGS.found_by()
+def test_a_planted_bug_chooses_another(bug: Bug) -> bool:
+    return any(bug.plant(*given) != expected for *given, expected in CHOICES)
 
 
 def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Controller]:

@@ -16,6 +16,7 @@ from diptych.shared.loading.shards import Shards
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from tests.parallel.tiny_ranks import answers, make_config, of_ranks
+from tests.planted import Bug, Bugs
 
 TOLERANCE = 1e-4
 """Log-probabilities in float32: a sum over ranks is rounded once more for each rank."""
@@ -132,44 +133,46 @@ def _own_first(self: Collectives, parts: list[torch.Tensor]) -> torch.Tensor:
     return SUM(self, [parts[self.rank], *parts[: self.rank], *parts[self.rank + 1 :]])
 
 
-INDEX, SUM = Shards.index, Collectives._sum
-PLANTED: dict[str, tuple[str, Any]] = {
+def _half_of_the_mlp(self: DecoderLayer, *args: Any) -> Any:
+    self.mlp.down_proj.weight.data *= 0 if self.tp.rank else 1
+    return FORWARD(self, *args)
+
+
+INDEX, SUM, FORWARD = Shards.index, Collectives._sum, DecoderLayer.forward
+PLANTED = Bugs("tensor parallel", finder="answers of one rank")
+for _name, (_where, _wrong) in {
     "a bias is added on every rank": ("diptych.shared.loading.shards.REDUCED_BIASES", ("none",)),
     "KV heads are assigned in turn": ("diptych.shared.loading.shards.Shards.index", _kv_heads_in_turn),
     "foreign ids are not zeroed": (
         "diptych.reference.decoder.embed_rows",
         lambda embedding, vocab_size, ids, tp: tp.all_reduce(embedding(ids % embedding.num_embeddings)),
     ),
-    "the MLP is not summed": ("diptych.reference.decoder.DecoderLayer.forward", None),
-}
+    "the MLP is not summed": ("diptych.reference.decoder.DecoderLayer.forward", _half_of_the_mlp),
+}.items():
+    PLANTED.add(_name, _wrong, _name, where=_where)
+SUMS = Bugs("order of sums", f"{Collectives.__module__}.Collectives._sum", "bits of other ranks")
+SUMS.add_all(_own_first)
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@PLANTED.found_by()
 def test_a_planted_bug_changes_the_answers(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
     config = make_config(folders["llama"])
     alone = [req.output_ids for req in answers(assemble(config))]
-    target, replacement = PLANTED[bug]
-    if replacement is None:
-        forward = DecoderLayer.forward
-
-        def half(self: DecoderLayer, *args: Any) -> Any:
-            self.mlp.down_proj.weight.data *= 0 if self.tp.rank else 1
-            return forward(self, *args)
-
-        replacement = half
-    monkeypatch.setattr(target, replacement)
-    size = 4 if replacement is _kv_heads_in_turn else 2  # more ranks than KV heads
-    assert [[req.output_ids for req in rank] for rank in of_ranks(config, size)] != [alone] * size
+    bug.plant_in(monkeypatch)
+    size = 4 if bug.plant is _kv_heads_in_turn else 2  # more ranks than KV heads
+    found = [[req.output_ids for req in rank] for rank in of_ranks(config, size)]
+    return found != [alone] * size
 
 
-def test_sums_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@SUMS.found_by(honest=True)
+def test_sums_in_another_order_are_other_bits(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Ranks that begin with their own part differ in the last bits: their tokens could."""
+    bug.plant_in(monkeypatch)
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) == 1
-    monkeypatch.setattr(Collectives, "_sum", _own_first)
-    assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) > 1
+    sums = {tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}
+    return len(sums) > 1
 
 
 def test_groups_take_their_memory_before_that_of_weights_and_pools_is_counted(

@@ -10,15 +10,7 @@ from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Play, Reply
 
 SERVER, CHAT = Bugs("server"), Bugs("chat")
 """CHAT: those whose checks need a model with tools."""
-CHAT_CHECKS = (
-    "prompt.",
-    "tools.",
-    "reasoning.",
-    "schema.",
-    "seeded.",
-    "sampling.chat",
-    "semantics.unsupported",
-)
+OF_CHAT = "prompt.", "tools.", "reasoning.", "schema.", "seeded.", "sampling.chat", "semantics.unsupported"
 """Beginnings of the names of these checks."""
 
 
@@ -26,7 +18,7 @@ def fault(name: str, what: str, check: str, where: str = "its requests") -> Call
     """Registers a fault. `check`: the name of the check that must fail."""
 
     def register(play: Play) -> Play:
-        bugs = CHAT if check.startswith(CHAT_CHECKS) else SERVER
+        bugs = CHAT if check.startswith(OF_CHAT) else SERVER
         bugs.add(name, play, what, where=where, finder=check)
         return play
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from tests.changed_modules import changed_files
+from tests.changed_modules import changed_texts
 from tests.planted import KINDS, Words, load
 
 
 def test_every_bug_has_a_sentence_and_a_check_and_changes_something() -> None:
-    load()
-    assert sum(map(len, KINDS.values())) > 1200
+    assert load() or sum(map(len, KINDS.values())) > 1200
     for kind, bugs in KINDS.items():
         assert bugs.tests, f"no test finds the bugs of {kind}"
         for bug in bugs.values():
-            assert bug.what, (kind, bug.name)
-            assert bug.finder, (kind, bug.name)
-            assert bug.plant is not None, (kind, bug.name)
+            assert bug.what and bug.finder and bug.plant is not None, (kind, bug.name)  # noqa: PT018
             if isinstance(bug.plant, Words):
                 assert all(before != after for _, before, after in bug.plant.changes), bug.name
-                changed_files(bug.plant.changes)  # asserts that the words are there
+                changed_texts(bug.plant.changes)  # asserts that the words are there
