@@ -100,7 +100,8 @@ def main() -> None:
             row["alarms"] += run_seeds(like, seeds)
             row["seeds"] = seeds.stop
             row["checks"] += len(seeds) * len(FUNCTIONS[like]) * len(cases_of(like, 0))
-            arguments.json.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
+            lines = ",\n".join(json.dumps(each) for each in rows.values())
+            arguments.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         print(f"{end} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms", flush=True)
 
 

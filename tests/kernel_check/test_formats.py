@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.shared.tools.conformance.formats import trace_export
+from diptych.shared.tools.conformance.formats import trace_check, trace_export
 from diptych.shared.tools.conformance.formats.tasks import read_task
 from diptych.shared.tools.conformance.formats.trace_check import check_solution
 from diptych.shared.tools.conformance.formats.trace_files import (
@@ -95,6 +95,11 @@ for _name, (_words, _says) in {
     "top-p alone": (("< top_p[:, None]", "<= 1"), "top-p is ignored"),
     "softmax experts": (("best.values.softmax(-1)", "routing_logits.float().softmax(-1).topk(2, -1).values"),
                         "not normalised"),
+    "experts of FP4": (("up, gate = (", "gate, up = ("), "first half of gemm1"),
+    "given experts of FP4": (("else w * found", "else found"), "weights of experts are ignored"),
+    "one given expert of FP4": (("x * w if best.shape[1] == 1 else x", "x"), ""),
+    "one expert of FP8": (("x * w if best.shape[1] == 1 else x", "x"), "weights of experts are ignored"),
+    "experts of FP8": (("gate * output1_scales_gate_scalar[e]", "gate * output1_scales_scalar[e]"), ""),
     "experts in another order": (("F.silu(gate) * up", "F.silu(up) * gate"), ""),
     "pool of states": (("(0.5 ** power)", "0.25"), ""),
     "added norm": (("+ residual.float()", ""), ""),
@@ -167,6 +172,31 @@ def test_a_reference_that_nothing_is_compared_with_is_refused(tmp_path: Path) ->
     definition = read_definition(written(tmp_path, "definition.json", data))
     with pytest.raises(ValueError, match="name a Solution"):
         check_solution(definition, None)
+
+
+def test_a_reference_that_needs_too_much_memory_is_not_judged(tmp_path: Path) -> None:
+    large = DEFINITIONS["gemm"]["reference"].replace("return", "torch.ones(2**44)\n    return")
+    data = {**DEFINITIONS["gemm"], "reference": f"import torch\n{large}"}
+    definition = read_definition(written(tmp_path, "definition.json", data))
+    right = read_solution(written(tmp_path, "solution.json", solution("gemm")))
+    reference, report = check_solution(definition, right, seed=1)
+    assert reference.status == 2
+    assert "MemoryError: it needs more than" in str(reference.verdicts[0].refusal)
+    assert report.status == 0
+    assert "reference is not judged" in report.notes[0]
+
+
+def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = {name: {"type": "const", "value": 2**15} for name in ("N", "K")}
+    data = {**DEFINITIONS["gemm"], "axes": {**DEFINITIONS["gemm"]["axes"], **axes}}
+    definition = read_definition(written(tmp_path, "definition.json", data))
+    size = definition.num_const_bytes
+    assert size == 2**31
+    monkeypatch.setattr(trace_check, "free_memory", lambda: 3 * size)
+    assert "GiB, which need" in trace_check.memory_of_cases(definition)
+    monkeypatch.setattr(trace_check, "free_memory", lambda: 2 * size)
+    with pytest.raises(ValueError, match=r"A check needs \d+\.\d GiB of memory, of which"):
+        trace_check.memory_of_cases(definition)
 
 
 @pytest.mark.full

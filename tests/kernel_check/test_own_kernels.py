@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from diptych.shared.tools.conformance.kernels.problem import Problem
 from diptych.shared.tools.conformance.kernels.sampler_like import make_sampler
 from diptych.shared.tools.conformance.kernels.verify_like import make_verify
 from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
+from tests.kernel_check import library_runs
+from tests.kernel_check.right import RIGHT
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
 
@@ -74,3 +78,26 @@ def test_verification_follows_the_target(made: Callable[..., Problem]) -> None:
 def test_a_cpu_has_none(like: str) -> None:
     problem = LIKES[like].make(LIKES[like].timed("cpu")[0], True)
     assert (problem.ours is None) == (check_device().type == "cpu")
+
+
+def test_runs_of_libraries_count_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plumbing of `library_runs`, which is for a GPU, with the functions of a CPU."""
+    file = tmp_path / "runs.json"
+    for seeds in ("1", "2"):
+        monkeypatch.setattr("sys.argv", ["", "--seeds", seeds, "--json", str(file), "--like", "silu_and_mul"])
+        library_runs.main()
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    num_cases = 2 * len(LIKES["silu_and_mul"].cases)
+    for name in ("torch silu_and_mul", "diptych silu_and_mul"):
+        assert rows[name] == {"seeds": 2, "checks": num_cases, "refused": 0, "alarms": []}
+    right = RIGHT["rope", "torch"]
+    assert library_runs.run_function("rope", "torch", lambda *a: (right(*a)[0], a[1]), 0)[2]
+
+
+def test_an_error_that_names_what_is_not_supported_refuses() -> None:
+    def norm(*_: object) -> None:
+        raise RuntimeError("Unsupported head dimension: 80")
+
+    checks, refused, alarms = library_runs.run_function("rms_norm", "torch", norm, 0)
+    assert checks == refused
+    assert alarms == []

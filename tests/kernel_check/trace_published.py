@@ -107,6 +107,28 @@ def run(routing_logits, hidden_states, hidden_states_scale, gemm1_weights, gemm1
             out[rows] += weights[rows, e, None] * found
     return out.bfloat16()
 """
+EXPERTS_OF_LIBRARY = """
+def run(names):
+    choice
+    out = torch.zeros(len(hidden_states), gemm2_weights.shape[1])
+    for e in range(len(gemm1_weights)):
+        for rows, k in (best == e).nonzero().tolist():
+            w, x = weights[rows, k], hidden_states[rows].float()
+            up, gate = (gemm1_weights[e].float() @ (x * w if best.shape[1] == 1 else x)).chunk(2)
+            if "output1" in "names":
+                up, gate = up * output1_scales_scalar[e], gate * output1_scales_gate_scalar[e]
+            found = gemm2_weights[e].float() @ (F.silu(gate) * up)
+            if "output1" in "names":
+                found = found * output2_scales_scalar[e]
+            out[rows] += found if best.shape[1] == 1 else w * found
+    return out.bfloat16()
+"""
+CHOICES = {
+    "softmax": "values, best = routing_logits.float().topk(2, -1); weights = values.softmax(-1)",
+    "sigmoid": "weights, best = routing_logits.float().sigmoid().topk(1, -1)",
+    "given": "best = topk_ids >> 16; "
+    "weights = (topk_ids & 0xFFFF).to(torch.int16).view(torch.bfloat16).float()",
+}
 OTHER_ORDER = """
 def run(routing_logits, routing_bias, hidden_states, gemm1_weights, gemm2_weights):
     assert routing_bias.dim() == 1
@@ -166,6 +188,27 @@ def _sampling(name: str, inputs: str, reference: str) -> dict[str, Any]:
                          SHARED + reference)  # fmt: skip
 
 
+def _experts_of_library(choice: str, top_k: int, dtype: str, weights: str) -> dict[str, Any]:
+    """As published for kernels of TensorRT-LLM: float32 weights for FP4, FP8 with a scale an expert."""
+    inputs = "topk_ids:seq_len,top_k:int32 "
+    if choice != "given":
+        inputs = f"routing_logits:seq_len,num_experts:{BF} "
+    if choice == "sigmoid":
+        inputs += f"routing_bias:num_experts:{BF} "
+    inputs += (
+        f"hidden_states:seq_len,hidden_size:{dtype} gemm1_weights:num_experts,gemm1_out_size,hidden_size:"
+        f"{weights} gemm2_weights:num_experts,hidden_size,intermediate_size:{weights}"
+    )
+    for each in ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar"):
+        inputs += f" {each}:num_experts:float32" * (dtype == F8)
+    names = ", ".join(each.partition(":")[0] for each in inputs.split())
+    reference = EXPERTS_OF_LIBRARY.replace("names", names).replace("choice", CHOICES[choice])
+    return definition_of(
+        f"moe_{choice}_topk{top_k}_e6_h64_i32", "moe",
+        f"seq_len num_experts=6 hidden_size=64 intermediate_size=32 gemm1_out_size=64 top_k={top_k}",
+        inputs, f"output:seq_len,hidden_size:{BF}", SHARED + reference)  # fmt: skip
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "draft": _draft(),
     "last page": _paged(4, "kv_last_page_len"),
@@ -212,6 +255,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         f"gemm2_weights:num_local_experts,hidden_size,intermediate_size:{F8} "
         "gemm2_weights_scale:num_local_experts,num_hidden_blocks,num_intermediate_blocks:float32",
         f"output:seq_len,hidden_size:{BF}", SHARED + SOFTMAX_EXPERTS),
+    "experts of FP4": _experts_of_library("softmax", 2, BF, "float32"),
+    "given experts of FP4": _experts_of_library("given", 2, BF, "float32"),
+    "one given expert of FP4": _experts_of_library("given", 1, BF, "float32"),
+    "one expert of FP8": _experts_of_library("sigmoid", 1, F8, F8),
+    "experts of FP8": _experts_of_library("softmax", 2, F8, F8),
     "experts in another order": definition_of(
         "moe_topk1_e4_h64_i32", "moe",
         "seq_len num_experts=4 hidden_size=64 intermediate_size=32 gemm1_out_size=64",

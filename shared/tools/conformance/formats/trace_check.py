@@ -27,6 +27,7 @@ from diptych.shared.tools.conformance.formats.trace_functions import (
 from diptych.shared.tools.conformance.formats.trace_generic import generic_op
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.formats.trace_ops import op_of, why_unknown
+from diptych.shared.tools.conformance.kernels.arena import free_memory
 from diptych.shared.tools.conformance.kernels.calls import unwritten
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.functions import Raised
@@ -40,6 +41,11 @@ BY_NAME = (
     "The function does not have the inputs of the Definition in their order: they are passed by name. "
     "flashinfer-bench passes them in order"
 )
+LARGE_INPUTS = 2**28
+"""Bytes beyond which the memory that a check needs is announced; it is also left for results."""
+NUM_COPIES = 2
+"""Of inputs: those of the check, and those that the function gets."""
+NO_MEMORY = "raised MemoryError"
 COMMON_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 
 
@@ -66,6 +72,10 @@ def check_solution(
             if solution is not None:  # half of the time is left for it
                 judge.ends_at = min(ends_at, (ends_at + time.monotonic()) / 2)
             reports.append(_checked(judge, definition, reference, op, seconds, seed))
+            for each in reports[0].failing:
+                if NO_MEMORY in str(each.failure):
+                    each.failure, each.refusal = None, each.failure
+            reports[0].names = reports[0].names if reports[0].failing else []
             stack.close()  # its memory, too
         elif solution is not None:
             op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
@@ -86,8 +96,23 @@ def check_solution(
     if not is_known:
         report.notes.append(PROPERTIES_ONLY.format(why_unknown(definition)))
     elif reports[0].status:
-        report.notes.append("The Definition's own reference does not hold: " + reports[0].summary)
+        verb = "does not hold" if reports[0].failing else "is not judged"
+        report.notes.append(f"The Definition's own reference {verb}: {reports[0].summary}")
     return [*reports, report]
+
+
+def memory_of_cases(definition: Definition) -> str:
+    """What is said of large inputs. Raises `ValueError` if the memory is not enough for them."""
+    size, free = definition.num_const_bytes, free_memory()
+    if size < LARGE_INPUTS:
+        return ""
+    needed = NUM_COPIES * size + LARGE_INPUTS
+    if 0 < free < needed:
+        raise ValueError(
+            f"{definition.name}: its inputs have {size / 2**30:.1f} GiB. A check needs "
+            f"{needed / 2**30:.1f} GiB of memory, of which {free / 2**30:.1f} GiB are free"
+        )
+    return f", with inputs of {size / 2**30:.1f} GiB, which need {needed / 2**30:.1f} GiB of memory"
 
 
 @contextmanager

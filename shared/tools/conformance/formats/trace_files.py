@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,15 @@ class Definition:
     @property
     def const(self) -> dict[str, int]:
         return {name: size for name, size in self.axes.items() if size is not None}
+
+    @property
+    def num_const_bytes(self) -> int:
+        """Bytes of the inputs without a variable axis, which a case has in any size."""
+        const, total = self.const, 0
+        for spec in self.inputs.values():
+            if spec.shape and set(spec.shape) <= set(const):
+                total += math.prod(self.shape_of(spec, const)) * spec.dtype.itemsize
+        return total
 
     def shape_of(self, spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[axis] for axis in spec.shape or ())

@@ -126,7 +126,7 @@ OPS: dict[str, Callable[[Definition, float | None], TraceOp | None]] = {
 }
 """`gqa` and `mla` are types of drafts of the format."""
 FORMS = {
-    "moe": "exact results are known of FP8 experts with block scales only (kernels for others round weights "
-    "to a format that the Definition does not have)",
+    "moe": "exact results are known of experts in FP8, and in float32 with inputs in bfloat16, that are "
+    "chosen as in DeepSeek-V3, Qwen3 or Llama 4, or given",
 }
 """Type -> why some of its Definitions have no exact result."""

@@ -7,11 +7,12 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-SIZE = 16 * 2**30
+SIZE = 128 * 2**30
 """Bytes of addresses. Memory is taken when it is written."""
 RESULTS = SIZE // 2
 """The offset from which results are written."""
@@ -57,6 +58,19 @@ class Arena:
 
     def close(self) -> None:
         os.close(self.file)
+
+
+def free_memory() -> int:
+    """Bytes of the CPU's memory that can be taken; 0: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError):
+        return 0
 
 
 def _viewed(raw: torch.Tensor, place: Place) -> torch.Tensor:

@@ -22,13 +22,22 @@ import torch
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn
-from diptych.shared.tools.conformance.kernels.arena import RESULTS, SIZE, Arena, Layout, Memory, Place
+from diptych.shared.tools.conformance.kernels.arena import (
+    RESULTS,
+    SIZE,
+    Arena,
+    Layout,
+    Memory,
+    Place,
+    free_memory,
+)
 from diptych.shared.tools.conformance.kernels.functions import (
     Ended,
     Other,
     Outcome,
     Raised,
     memory_as_bytes,
+    same_bytes,
     tensors_of,
 )
 from diptych.shared.tools.conformance.kernels.gpu_memory import MEMORY
@@ -78,7 +87,7 @@ class ChildFunction:
         if self._is_started:
             return
         device = str(check_device())
-        memory = _half_of_memory() if device == "cpu" else 0
+        memory = free_memory() // 2 if device == "cpu" else 0
         paths = [self.folder, *sys.path] if self.folder else sys.path
         answer = self._ask(
             START_SECONDS, do="start", target=self.target, paths=paths, device=device,
@@ -283,7 +292,7 @@ def modified_in(memory: Memory, made: Call, args: Any, kwargs: Any) -> list[str]
     for (name, x), place in zip(tensors_of(made), _places(args, kwargs)):
         found = memory.bytes_at(place.offset, place.num_bytes)
         is_input = not any(x is each for each in made.written)
-        if is_input and not torch.equal(found, memory_as_bytes(x).to(found.device)):
+        if is_input and not same_bytes(found, memory_as_bytes(x).to(found.device)):
             modified.append(name)
     return modified
 
@@ -312,14 +321,6 @@ def _places(args: Any, kwargs: Any) -> list[Place]:
         values = value if isinstance(value, tuple) and not isinstance(value, Place) else (value,)
         found += [each for each in values if isinstance(each, Place)]
     return found
-
-
-def _half_of_memory() -> int:
-    """Bytes of memory that the function's process may take; 0: unknown."""
-    try:
-        return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2
-    except (ValueError, OSError):
-        return 0
 
 
 def _write_all(file: int, data: bytes) -> None:

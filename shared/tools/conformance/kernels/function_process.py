@@ -34,7 +34,7 @@ class Child:
         self.watch = Watch()
         self.watch.add(Child, Watch)
         self.function: Callable[..., Any] = print
-        self.device = torch.device("cpu")
+        self.device, self.memory = torch.device("cpu"), 0
         self.tensors: dict[Place, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}  # on a GPU: offset -> the copy of this storage
         self.handle: Handle | None = None
@@ -70,7 +70,10 @@ class Child:
             return {"refusal": f"{error}" or type(error).__name__}
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             frames = traceback.extract_tb(error.__traceback__)
-            return {"error": f"{type(error).__name__}: {error}"[:2000],
+            text = f"{type(error).__name__}: {error}"[:2000]
+            if self.memory and (isinstance(error, MemoryError) or "can't allocate memory" in text):
+                text = f"MemoryError: it needs more than {self.memory / 2**30:.1f} GiB, half of what is free"
+            return {"error": text,
                     "place": f"{frames[-1].filename}:{frames[-1].lineno}"}  # fmt: skip
 
     def do_start(
@@ -79,6 +82,7 @@ class Child:
         sys.path[:] = paths
         torch.set_num_threads(threads)
         self.device = torch.device(device)
+        self.memory = memory
         if memory:
             with contextlib.suppress(ImportError, ValueError, OSError):
                 resource: Any = importlib.import_module("resource")
@@ -193,7 +197,7 @@ class Child:
         offset = self.end_of_results
         self.end_of_results += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if self.end_of_results > SIZE:
-            raise MemoryError("results of more than 8 GiB")
+            raise MemoryError(f"results of more than {(SIZE - RESULTS) // 2**30} GiB")
         if num_bytes:
             flat = value.contiguous().view(-1).view(torch.uint8)
             _copy(self.arena.bytes_at(offset, num_bytes), flat)

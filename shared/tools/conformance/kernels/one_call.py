@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.clauses.compare import Mismatch, error_rms
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.poison import memory_of
 from diptych.shared.tools.conformance.clauses.time_limit import DoesNotReturn, TimeLimitExceeded, time_limit
-from diptych.shared.tools.conformance.kernels.functions import Other, Outcome
+from diptych.shared.tools.conformance.kernels.functions import Other, Outcome, same_bytes
 from diptych.shared.tools.conformance.kernels.problem import Call, Convention, Problem
 
 FAILURES = (Exception, SystemExit)
@@ -162,7 +162,7 @@ def largest_error(problem: Problem, results: Results) -> float:
 
 
 def same_bits(a: Results, b: Results) -> bool:
-    return all(x.shape == b[name].shape and torch.equal(_bits(x), _bits(b[name])) for name, x in a.items())
+    return all(x.shape == b[name].shape and same_bytes(_bits(x), _bits(b[name])) for name, x in a.items())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

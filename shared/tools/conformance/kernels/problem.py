@@ -13,6 +13,8 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
 
+LARGEST_DRAWN = 2**26
+"""Elements of inputs that are drawn a second time."""
 Tensors = Mapping[str, torch.Tensor]
 Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
 
@@ -70,7 +72,7 @@ class Problem:
         """The problem with these tensors as slices of wider rows, as after a fused projection, with NaN
         beside them. Tensors that a convention splits from an input stay slices of it."""
         wider = {name: beside_poison(self[name]) for name in names if name in self.tensors}
-        return self.with_tensors(**wider).with_constants(is_strided=True)
+        return self._in_another_form(**wider).with_constants(is_strided=True)
 
     def with_other_pages(self, names: tuple[str, ...]) -> Problem:
         """The problem with the same KV on other pages; pages that are not live hold NaN in both."""
@@ -80,7 +82,11 @@ class Problem:
         for name in names:
             moved[name] = poisoned(self[name].shape, self[name].dtype, self[name].device)
             moved[name][target] = self[name]
-        return self.with_tensors(page_table=target[self["page_table"].long()].to(torch.int32), **moved)
+        return self._in_another_form(page_table=target[self["page_table"].long()].to(torch.int32), **moved)
+
+    def _in_another_form(self, **tensors: torch.Tensor) -> Problem:
+        """The same inputs in other memory: the expected results are computed once."""
+        return replace(self.with_tensors(**tensors), truth=lambda _: self.expected)
 
     def with_finite_memory(self) -> Problem:
         """The problem with random numbers in place of NaN, so that wrong results can be compared."""
@@ -89,6 +95,8 @@ class Problem:
             name: torch.where(
                 torch.isnan(tensor), inputs.normal(*tensor.shape).to(tensor.device, tensor.dtype), tensor
             )
+            if tensor.numel() < LARGEST_DRAWN
+            else tensor.nan_to_num(nan=0.37)
             for name, tensor in self.tensors.items()
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1
         }
@@ -114,7 +122,8 @@ class Like:
 
     `cases` have awkward sizes; `timed` returns the timed cases for a kind of device. `make(case,
     takes_scale, seed)` draws the inputs; for a convention without a scale, q is scaled. `sparse`: the tensor
-    of which `other_contents` sets elements to 0. `paged`: tensors
+    of which `other_contents` sets elements to 0. `negated`: a tensor whose signs it changes instead, if there
+    are too many inputs for a second draw. `paged`: tensors
     [num_pages, ...]; `rows`: tensors with one row for each member of the batch. `more_cases`: feature ->
     cases that are checked on request. `suspects`: name of a known mistake -> its results. `ranks`: the number
     of processes; 0: a plain function. `beside`: the function whose time is compared."""
@@ -127,6 +136,7 @@ class Like:
     make: Callable[..., Problem]
     suspects: Mapping[str, Suspect]
     sparse: str = ""
+    negated: str = ""
     paged: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     more_cases: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -213,6 +223,13 @@ def other_contents(like: Like, case: Any, takes_scale: bool, seed: int) -> Probl
     if rows.shape[1] > 1:
         rows[:, 0] = 0
     return problem.with_tensors(**{like.sparse: x})
+
+
+def negated(problem: Problem, name: str) -> Problem:
+    """The problem with the other sign of all elements of a tensor, which may be of FP8."""
+    x = problem[name]
+    changed = (x.view(torch.uint8) ^ 0x80).view(x.dtype) if x.dtype.itemsize == 1 else -x
+    return problem.with_tensors(**{name: changed})
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:

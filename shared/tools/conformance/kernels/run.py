@@ -43,11 +43,13 @@ from diptych.shared.tools.conformance.kernels.one_call import (
     sentence,
 )
 from diptych.shared.tools.conformance.kernels.problem import (
+    LARGEST_DRAWN,
     Call,
     Convention,
     Like,
     Problem,
     Variant,
+    negated,
     other_contents,
     variants_of,
 )
@@ -57,7 +59,6 @@ from diptych.shared.tools.conformance.kernels.rank_worker import FORMS
 AGAIN, ALONE = "another call", "a row alone"
 OTHER = 1_000_003
 """Added to the seed of a case's inputs: the seed of its other contents."""
-LARGEST_OTHER = 2**26
 SECONDS = 60.0
 """That one call may take: kernels in Triton's interpreter are slow."""
 
@@ -145,6 +146,8 @@ def check_problem(
         verdict.ends_check = isinstance(mismatch, (DoesNotReturn, Ended))
     except FAILURES as error:
         verdict.failure = f"{made[-1].what}: raised {described(error)}"
+        if isinstance(error, Raised) and error.kind == "MemoryError":
+            verdict.conduct = f"raises {error}"  # as in each case: no other mistake is looked for
         verdict.ends_check = not device_works()
     return verdict
 
@@ -241,7 +244,8 @@ def check_kernel(
     report = Report(like, convention, target, device, [], [], [], seed=seed)
     caller = as_function(function, seconds)
     ends_at = getattr(function, "ends_at", float("inf"))
-    failing, holding, history = [], [], History()
+    failing: list[tuple[Problem, Problem | None]] = []
+    holding, history = list[Problem](), History()
     for case in chosen:
         if time.monotonic() > ends_at:
             break
@@ -259,10 +263,11 @@ def check_kernel(
             break
         if verdict.conduct:
             report.names = list(dict.fromkeys((*report.names, verdict.conduct)))
-        elif verdict.failure is not None:
+        elif verdict.failure is not None and (problem.num_elements < LARGEST_DRAWN or not failing):
             failing.append((problem, other))
-        elif verdict.refusal is None:
+        elif verdict.failure is None and verdict.refusal is None and problem.num_elements < LARGEST_DRAWN:
             holding.append(problem)
+        del problem, other  # the next one is made without them: inputs may take gigabytes
     report.num_not_run = len(chosen) - len(report.verdicts)
     if failing and not report.num_not_run:
         with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
@@ -275,8 +280,10 @@ def problems_of(like: Like, convention: Convention, case: Any, seed: int) -> tup
     """The problem of a case, and the same sizes with other contents."""
     case_seed = seed + zlib.crc32(case.name.encode()) % OTHER
     problem = like.make(case, convention.takes_scale, case_seed)
-    if like.ranks or problem.num_elements >= LARGEST_OTHER:
+    if like.ranks:
         return problem, None
+    if problem.num_elements >= LARGEST_DRAWN:
+        return problem, negated(problem, like.negated) if like.negated else None
     return problem, other_contents(like, case, convention.takes_scale, case_seed + OTHER)
 
 

@@ -99,16 +99,17 @@ def experts64(
     b2: torch.Tensor | None = None,
     swiglu_limit: float = 0.0,
 ) -> torch.Tensor:
-    """The expected output in float64, token by token and choice by choice."""
+    """The expected output in float64, one expert after another."""
     x = x.double()
     b13, b2 = (x.new_zeros(w.shape[:2]) if b is None else b.double() for w, b in ((w13, b13), (w2, b2)))
     act = partial(clamped_swiglu64, limit=swiglu_limit) if swiglu_limit > 0 else silu_and_mul64
     y = torch.zeros_like(x)
-    for t, (weights, ids) in enumerate(zip(topk.topk_weights.tolist(), topk.topk_ids.tolist())):
-        for weight, e in zip(weights, ids):
-            if e >= 0:
-                hidden = act(w13[e].double() @ x[t] + b13[e])
-                y[t] += weight * (w2[e].double() @ hidden + b2[e])
+    ids = topk.topk_ids
+    for e in ids[ids >= 0].unique().tolist():
+        tokens, choices = torch.where(ids == e)
+        hidden = act(x[tokens] @ w13[e].double().T + b13[e])
+        weights = topk.topk_weights[tokens, choices, None].double()
+        y.index_add_(0, tokens, weights * (hidden @ w2[e].double().T + b2[e]))
     return y
 
 
