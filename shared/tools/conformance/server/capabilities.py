@@ -117,6 +117,10 @@ def probe(server: Server, prompt: Sequence[int], text: str) -> Offers:
         widest = max((len(top) for top in answer.top_logprobs or ()), default=0)
         found["num_top_logprobs"] = min(number, widest)
         _find_ids(server, asked, answer, note, base)
+    else:
+        with_ids, _ = _try(server, asked, return_token_ids=True, **base)
+        if note("generated_ids", with_ids is not None and bool(with_ids.token_ids), "the answer has no ids"):
+            server.id_params = {"return_token_ids": True}
     echoed, why = _try(server, asked, logprobs=1, echo=True, **base | {"max_tokens": 1})
     is_echoed = echoed is not None and bool(echoed.prompt_logprobs) and len(echoed.tokens) > 0
     note("echo_logprobs", is_echoed, f"echo with logprobs: {why or 'the answer has no prompt tokens'}")

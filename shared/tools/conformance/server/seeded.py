@@ -138,7 +138,7 @@ def asks_of(context: Context, num: int) -> list[tuple[list[int], int]]:
 
 def verified(context: Context, num: int, fields: dict[str, Any], temperature: float, top_k: int) -> Verified:
     """Ask for single tokens and verify them."""
-    more = {"logprobs": 1} if context.offers.completion_logprobs else {}
+    more = {"logprobs": 1} if context.offers.completion_logprobs else context.server.id_params
 
     def ask(prompt: list[int], seed: int) -> Answer:
         own = {"seed": seed} if temperature > 0 else {}

@@ -49,8 +49,15 @@ class Report:
         num_cases = sum(result.num_cases for result in ran)
         holds = f"{len(ran)} checks hold, in {num_cases:,} cases"
         if not self.offers.scoring:
-            return f"{holds}; nothing was compared with the reference: no log-probabilities{end}"
+            what = "single tokens alone were" if self._has_tokens else "nothing was"
+            return f"{holds}; {what} compared with the reference: no log-probabilities{end}"
         return f"the server agrees with the reference: {holds}{end}{self._limits}"
+
+    @property
+    def _has_tokens(self) -> bool:
+        """Whether single tokens were compared with those of the reference."""
+        ran = (result for result in self.results if result.status != "not offered")
+        return any(result.check.group == "seeded" for result in ran)
 
     @property
     def _why_missing(self) -> str:
@@ -70,7 +77,7 @@ class Report:
         if self.num_chosen > len(self.results):
             return 2 if self.is_over else 1
         is_checked = any(result.status != "not offered" for result in self.results)
-        return 0 if is_checked and self.offers.scoring else 2
+        return 0 if is_checked and (self.offers.scoring or self._has_tokens) else 2
 
     def for_ci(self) -> CiReport:
         """Not offered: skipped. A near tie holds. Code scanners show a file named server."""
