@@ -77,8 +77,7 @@ class DefaultAttention(HybridAttention):
         )
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        head_dim = kv_pool.k_buffer(0).shape[-1]
-        self.choice = self.choose(kv_pool.device, kv_pool.dtype, head_dim)
+        self.choice = self.choose(kv_pool.device, kv_pool.dtype, kv_pool.largest_heads[1])
         self.prefill, self.decode = self.choice.prefill, self.choice.decode
         self.missing: list[Any] = []  # modules of FlashInfer, a `flashinfer_build.Module` each
         super().__init__(req_to_token_pool, kv_pool)

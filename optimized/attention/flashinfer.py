@@ -73,8 +73,9 @@ class FlashInferAttention(interface.AttentionBackend):
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.check_device(kv_pool.device)
         self._check_pool_dtype(kv_pool.dtype)
-        head_dim = kv_pool.k_buffer(0).shape[-1]
-        self._refuse_unless(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "64, 128 and 256")
+        for layer_id in range(kv_pool.num_layers):
+            head_dim = kv_pool.k_buffer(layer_id).shape[-1]
+            self._refuse_unless(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "64, 128 and 256")
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
         self._workspace = Workspace(kv_pool.device)

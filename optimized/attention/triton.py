@@ -63,7 +63,7 @@ class TritonAttention(interface.AttentionBackend):
                 f"device {kv_pool.device.type} is not supported: TritonAttention supports cuda, and others "
                 "in Triton's interpreter (TRITON_INTERPRET=1)"
             )
-        _, self.num_kv_heads, head_dim = kv_pool.k_buffer(0).shape
+        self.num_kv_heads, head_dim = kv_pool.largest_heads
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(
                 f"head_dim {head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, Cut, warn_of_launches
 from diptych.optimized.graphs.steps import Layers, Steps
-from diptych.optimized.graphs.token_buffers import TokenBuffers
+from diptych.optimized.graphs.token_buffers import Heads, TokenBuffers
 from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.modeling.forward import run_model
@@ -65,11 +65,10 @@ class RealRows(AttentionBackend):
     """Attention of a padded step: the backend computes the first tokens; the padding rows of `heads` do not
     change."""
 
-    def __init__(self, backend: AttentionBackend, num_tokens: int, heads: torch.Tensor) -> None:
+    def __init__(self, backend: AttentionBackend, num_tokens: int, heads: Heads) -> None:
         self.backend = backend
         self.num_tokens = num_tokens
-        self.heads = heads  # [size, num_qo_heads, v_head_dim], the same memory for all layers
-        self.real = heads[:num_tokens]
+        self.heads = heads  # of `size` rows, the same memory for all layers with heads of one size
 
     def plan(self, forward_batch: ForwardBatch) -> Any:
         return self.backend.plan(forward_batch)
@@ -85,17 +84,18 @@ class RealRows(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None  # a model gives none
-        n = self.num_tokens
+        n, heads = self.num_tokens, self.heads[layer.output_dim]
         k, v = (None if x is None else x[:n] for x in (k, v))
-        output = self.backend.run(q[:n], layer, plan, k=k, v=v, out=self.real)
-        assert output is self.real, f"{type(self.backend).__name__} did not write to out"
-        return self.heads
+        real = heads[:n]
+        output = self.backend.run(q[:n], layer, plan, k=k, v=v, out=real)
+        assert output is real, f"{type(self.backend).__name__} did not write to out"
+        return heads
 
 
 class CutHere(AttentionBackend):
     """Replaces attention while a model is captured: one piece ends here, the next reads `heads`."""
 
-    def __init__(self, cut: Cut, heads: torch.Tensor) -> None:
+    def __init__(self, cut: Cut, heads: Heads) -> None:
         self.cut = cut
         self.heads = heads
         self.pieces: list[Piece] = []
@@ -116,7 +116,7 @@ class CutHere(AttentionBackend):
         assert out is None
         replay, tensors = self.cut([x for x in (q, k, v) if x is not None])
         self.pieces.append(Piece(replay, layer, *tensors, *[None] * (3 - len(tensors))))
-        return self.heads
+        return self.heads[layer.output_dim]
 
 
 class ExtendSteps(Steps):
@@ -176,7 +176,7 @@ class ExtendSteps(Steps):
 
     def attention_of(self, batch: ForwardBatch, size: int) -> AttentionBackend:
         """The attention of the padded step, which is planned for the batch."""
-        return RealRows(self.attention, batch.num_tokens, self.tokens.heads[:size])
+        return RealRows(self.attention, batch.num_tokens, self.tokens.heads_of(size))
 
     def launch(self, size: int, attention: AttentionBackend, plan: Any, layers: Layers) -> list[torch.Tensor]:
         """Hidden states, and the captured ones if requested."""
@@ -190,7 +190,7 @@ class ExtendSteps(Steps):
         last: list[CutHere] = []
 
         def run(cut: Cut) -> list[torch.Tensor]:
-            last[:] = [CutHere(cut, self.tokens.heads[:size])]
+            last[:] = [CutHere(cut, self.tokens.heads_of(size))]
             return self.launch(size, last[0], None, self.captured_layers)
 
         replay_rest, outputs = graphs.capture_pieces(run)

@@ -17,7 +17,7 @@ import torch
 
 from diptych.optimized.graphs.cuda_graph import CudaGraphs, Cut
 from diptych.optimized.graphs.extend_graph import ExtendSteps, Pieces
-from diptych.optimized.graphs.token_buffers import TokenBuffers
+from diptych.optimized.graphs.token_buffers import Heads, TokenBuffers
 from diptych.optimized.mixed_batch import num_decoding
 from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from diptych.shared.types import ForwardBatch, ForwardMode
@@ -34,7 +34,7 @@ class MixedAttention(AttentionBackend):
     `heads`; its other rows do not change."""
 
     def __init__(
-        self, backend: AttentionBackend, prompts: ForwardBatch, decoding: ForwardBatch, heads: torch.Tensor
+        self, backend: AttentionBackend, prompts: ForwardBatch, decoding: ForwardBatch, heads: Heads
     ) -> None:
         self.backend = backend
         self.plans = backend.plan_ragged(prompts), backend.plan_ragged(decoding)
@@ -54,19 +54,20 @@ class MixedAttention(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None  # a model gives none
+        heads = self.heads[layer.output_dim]
         for own in self.plans:
-            self.backend.run(q, layer, own, k=k, v=v, out=self.heads)
-        return self.heads
+            self.backend.run(q, layer, own, k=k, v=v, out=heads)
+        return heads
 
 
 class MixedRows:
     """Buffers with the request of each row of a step: start and length of each prompt, and for every row the
     request that decodes there. Length 0: a padding row."""
 
-    def __init__(self, attention: AttentionBackend, heads: torch.Tensor) -> None:
+    def __init__(self, attention: AttentionBackend, tokens: TokenBuffers) -> None:
         self.attention = attention
-        self.heads = heads  # [max_tokens, num_qo_heads, head_dim], max_tokens a multiple of 16: alignment
-        max_tokens, device = len(heads), heads.device
+        self.tokens = tokens
+        max_tokens, device = tokens.inputs.shape[1], tokens.inputs.device  # a multiple of 16: alignment
         self._ints = torch.zeros(4 * MAX_PROMPTS + 2 * max_tokens, dtype=torch.int64, device=device)
         self._prompts = self._ints[: 4 * MAX_PROMPTS].view(4, MAX_PROMPTS)
         self._decoding = self._ints[4 * MAX_PROMPTS :].view(2, max_tokens)
@@ -122,7 +123,8 @@ class MixedRows:
                 seq_lens_cpu=(1,) * size,
                 extend_seq_lens_cpu=(1,) * size,
             )
-            self._attention_of[size] = MixedAttention(self.attention, prompts, decoding, self.heads[:size])
+            heads = self.tokens.heads_of(size)
+            self._attention_of[size] = MixedAttention(self.attention, prompts, decoding, heads)
         return self._attention_of[size]
 
 
@@ -138,7 +140,7 @@ class MixedSteps(ExtendSteps):
         num_logprob_rows: int,
     ) -> None:
         super().__init__(model, attention, kv_pool, tokens, num_logprob_rows)
-        self.rows = MixedRows(attention, tokens.heads)
+        self.rows = MixedRows(attention, tokens)
 
     def takes(self, batch: ForwardBatch) -> bool:
         return super().takes(batch) and self.rows.takes(batch)

@@ -10,6 +10,9 @@ from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.types import ForwardBatch, ForwardMode
 
+Heads = dict[int, torch.Tensor]
+"""What attention writes, [num_tokens, num_qo_heads, size], by the size of a head."""
+
 MAX_LAYER_FLOPS = 260e9
 """FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to
 launch (measured on an H200: docs/lab/prefill.md)."""
@@ -40,23 +43,25 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
 
 def flops_per_token(model: ModelConfig) -> int:
     """FLOPs of the GEMMs of the costliest kind of layer."""
-    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    mlp = model.intermediate_size
+    layers = [model.of_layer(layer_id) for layer_id in range(model.num_hidden_layers)]
+    heads = max((layer.num_qo_heads + layer.num_kv_heads) * layer.head_dim for layer in layers)
+    mlp = max(layer.intermediate_size for layer in layers)
     if model.moe is not None:
         mlp = model.moe.num_experts_per_tok * model.moe.intermediate_size + model.moe.shared_intermediate_size
-    return 2 * model.hidden_size * (2 * q + 2 * kv + 3 * mlp)
+    return 2 * model.hidden_size * (2 * heads + 3 * mlp)
 
 
 class TokenBuffers:
     """The tensors of prefill steps of `sizes` tokens. A padding token has position 0 and writes to the dummy
-    page. Attention of every layer writes to the same `heads`."""
+    page. Attention of every layer writes to the same `heads`, where layers are alike."""
 
     def __init__(self, sizes: tuple[int, ...], model: CausalLM, device: torch.device) -> None:
         self.sizes = sizes
         largest = -(-sizes[-1] // 16) * 16 if sizes else 0  # every row starts as aligned as the first
         self.inputs = torch.zeros(3, largest, dtype=torch.int64, device=device)
         like, config = next(model.parameters()), model.config
-        self.heads = like.new_zeros(largest, config.num_qo_heads, config.v_head_dim)
+        dims = {config.of_layer(layer_id).v_head_dim for layer_id in range(config.num_hidden_layers)}
+        self.heads = {dim: like.new_zeros(largest, config.num_qo_heads, dim) for dim in sorted(dims)}
         self._batches: dict[int, ForwardBatch] = {}  # by size
 
     def size_for(self, num_tokens: int) -> int | None:
@@ -71,7 +76,12 @@ class TokenBuffers:
         self.inputs[:, n:size].zero_()
         # Attention does not write padding rows, so all are equal, and an MoE routes them to the same few
         # experts.
-        self.heads[n:size].zero_()
+        for heads in self.heads.values():
+            heads[n:size].zero_()
+
+    def heads_of(self, size: int) -> Heads:
+        """The first rows of `heads`."""
+        return {dim: heads[:size] for dim, heads in self.heads.items()}
 
     def batch_of(self, size: int) -> ForwardBatch:
         """The first tokens of the buffers as a batch of one request, for the model only."""

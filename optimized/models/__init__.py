@@ -13,6 +13,7 @@ from diptych.shared.interfaces.model import CausalLM
 CLASSES = {
     "decoder": "diptych.optimized.decoder:DecoderForCausalLM",
     "gemma": "diptych.optimized.models.gemma:GemmaForCausalLM",
+    "gemma4": "diptych.optimized.models.gemma4_model:Gemma4ForCausalLM",
     "glm4": "diptych.optimized.models.gemma:Glm4ForCausalLM",
     "llama4": "diptych.optimized.models.llama4:Llama4ForCausalLM",
     "qwen_next": "diptych.optimized.models.qwen_next:QwenNextForCausalLM",

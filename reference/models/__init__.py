@@ -11,6 +11,7 @@ from diptych.shared.interfaces.model import CausalLM
 CLASSES = {
     "decoder": "diptych.reference.decoder:DecoderForCausalLM",
     "gemma": "diptych.reference.models.gemma:GemmaForCausalLM",
+    "gemma4": "diptych.reference.models.gemma4_model:Gemma4ForCausalLM",
     "glm4": "diptych.reference.models.gemma:Glm4ForCausalLM",
     "granite": "diptych.reference.models.granite:GraniteForCausalLM",
     "minimax": "diptych.reference.models.olmo:MiniMaxForCausalLM",

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from diptych.shared.config.fields import Fields
+from diptych.shared.config.hf_gemma4 import with_gemma4
 from diptych.shared.config.hf_linear_attention import with_linear_attention
 from diptych.shared.config.hf_llama4 import with_llama4
 from diptych.shared.config.hf_small_families import (
@@ -21,7 +22,9 @@ from diptych.shared.config.hf_small_families import (
 from diptych.shared.config.hf_windows import NO_WINDOWS, Windows
 from diptych.shared.config.model import ModelConfig, NormPlacement
 
-DecoderName = Literal["decoder", "gemma", "glm4", "granite", "llama4", "minimax", "olmo", "qwen_next"]
+DecoderName = Literal[
+    "decoder", "gemma", "gemma4", "glm4", "granite", "llama4", "minimax", "olmo", "qwen_next"
+]
 Names = tuple[tuple[str, str], ...]
 """Parts of a checkpoint's names, and what they are in canonical names."""
 
@@ -147,6 +150,17 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         windows=Windows("all but every nth", default=4096, every=6),
+    ),
+    # two sizes of heads, V from the projection of K, KV of earlier layers, embeddings of each layer
+    "Gemma4ForCausalLM": replace(
+        _GEMMA,
+        decoder="gemma4",
+        norm_unit_offset=False,
+        qk_norm=True,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        windows=Windows("all but every nth", default=512, every=6),
+        more=with_gemma4,
     ),
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
     "GptOssForCausalLM": Family(

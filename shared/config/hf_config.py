@@ -159,10 +159,9 @@ def _architecture(fields: Fields) -> tuple[str, int]:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.boolean("use_bidirectional_attention", default=False):
-        raise ValueError(
-            f"{fields.where}: use_bidirectional_attention is true; supported is causal attention"
-        )
+    key = "use_bidirectional_attention"
+    if (found := fields.raw(key, "true or false", False)) not in (False, "vision"):  # of tokens of images
+        raise ValueError(f"{fields.where}: {key} is {found!r:.80}; supported is causal attention")
 
 
 def _hidden_act(fields: Fields, family: Family) -> HiddenAct:

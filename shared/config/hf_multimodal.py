@@ -20,6 +20,17 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4ForCausalLM",
+        {
+            "vocab_size": 262_144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", {}),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", {}),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", {}),

@@ -15,9 +15,10 @@ def parse_rope(
     default_theta: float,
     has_local: bool = False,
     default_share: float = 1.0,
+    default_type: RopeType = "default",
 ) -> RopeConfig:
     """`has_local`: layers with a sliding window have their own (`parse_local_rope`). `default_share` stands
-    for a missing partial_rotary_factor."""
+    for a missing partial_rotary_factor, `default_type` for a missing rope_type."""
     # With both present transformers takes rope_scaling, and rope_theta from wherever it is.
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = Fields(fields.raw(key, "an object", default={}), f"{fields.where}, {key}")
@@ -25,15 +26,28 @@ def parse_rope(
         rope = Fields(rope.values["full_attention"], f"{rope.where}, full_attention")
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise ValueError(f"{rope.where}: has parameters per layer type; supported is one set for all layers")
-    rope_type = _rope_type(rope)
+    rope_type = _rope_type(rope, default_type)
     max_position_embeddings = fields.integer("max_position_embeddings")
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=default_theta))
+    if rope_type == "proportional":
+        return _proportional(rope, RopeConfig(rope_type, theta, head_dim), default_share)
     rotary_dim = _rotary_dim(fields, rope, head_dim, default_share)
     if rope_type == "dynamic" and rotary_dim <= 2:
         raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
     if rope_type == "longrope":
         return _longrope(fields, rope, RopeConfig(rope_type, theta, rotary_dim))
     return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
+
+
+def _proportional(rope: Fields, base: RopeConfig, default_share: float) -> RopeConfig:
+    share = rope.number("partial_rotary_factor", default=default_share)
+    turning_dim = 2 * int(min(share, 2.0) * base.rotary_dim // 2)
+    if not 0 < turning_dim <= base.rotary_dim:
+        raise ValueError(
+            f"{rope.where}: of head_dim {base.rotary_dim}, partial_rotary_factor {share:g} leaves "
+            f"{turning_dim} dimensions to rotate; it must be from 2 to head_dim"
+        )
+    return replace(base, turning_dim=turning_dim, factor=rope.number("factor", default=1.0))
 
 
 def _longrope(fields: Fields, rope: Fields, base: RopeConfig) -> RopeConfig:
@@ -133,8 +147,8 @@ def _scaling(rope: Fields, rope_type: RopeType, max_position_embeddings: int) ->
     }
 
 
-def _rope_type(rope: Fields) -> RopeType:
-    rope_type = rope.raw("rope_type", "a name", default=rope.raw("type", "a name", default="default"))
+def _rope_type(rope: Fields, default: RopeType = "default") -> RopeType:
+    rope_type = rope.raw("rope_type", "a name", default=rope.raw("type", "a name", default=default))
     if rope_type == "su":  # its name in the first releases of Phi-3
         return "longrope"
     supported = get_args(RopeType)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
 
 from diptych.shared.config.quant_config import QuantConfig
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 HiddenAct = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "both", "after"]
 """Of the norms of attention and of the MLP."""
@@ -23,7 +23,7 @@ class RopeConfig:
     rope_type: RopeType
     theta: float
     rotary_dim: int  # leading dimensions of a head that rotate (head_dim, or less)
-    factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope
+    factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope, proportional
     original_max_position_embeddings: int = 0  # dynamic, llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -36,6 +36,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: divisors in a context up to the original
     long_factor: tuple[float, ...] = ()  # longrope: in a longer one
     is_long: bool = False  # longrope: long_factor is used
+    turning_dim: int = 0  # proportional: of rotary_dim, so many turn; the angles of the others are 0
     is_interleaved: bool = False  # dimensions 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
 
 
@@ -127,6 +128,13 @@ class LinearAttentionConfig:
         return 2 * self.k_size + self.v_size
 
 
+class KVHeads(NamedTuple):
+    """K, and V, of a token in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 class AttnTemperature(NamedTuple):
     """Layers without RoPE scale q at position p by ln(1 + floor((p + 1) / floor_scale)) * scale + 1."""
 
@@ -157,6 +165,12 @@ class ModelConfig:
     norm_unit_offset: bool = False  # Gemma: norms multiply by 1 + weight
     norms: NormPlacement = "before"  # Gemma, GLM-4: attention and MLP end with a norm, too; OLMo: only so
     wide_qk_norm: bool = False  # with qk_norm: one norm over all heads, and not one for each
+    kv_heads: tuple[KVHeads, ...] = ()  # of each layer; (): num_kv_heads and head_dim in all
+    num_kv_shared_layers: int = 0  # so many last layers read the KV of an earlier one: `kv_source`
+    k_eq_v_layers: frozenset[int] = field(default_factory=frozenset)  # V comes from the projection of K
+    intermediate_sizes: tuple[int, ...] = ()  # of each layer; (): intermediate_size in all
+    layer_scalar: bool = False  # Gemma-4: each layer's output has a factor,
+    layer_input_size: int = 0  # and each token an embedding of this size for each layer; 0: none
     embed_scale: float = 1.0  # Granite: times the embeddings,
     residual_scale: float = 1.0  # times what attention and the MLP add,
     logits_scale: float = 1.0  # and times the logits
@@ -191,6 +205,11 @@ class ModelConfig:
             raise ValueError(
                 f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_hidden_layers} layers"
             )
+        for name in ("kv_heads", "intermediate_sizes"):
+            if getattr(self, name) and len(getattr(self, name)) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_hidden_layers} layers"
+                )
         if self.moe_layers and self.moe is None:
             raise ValueError(f"moe_layers names {len(self.moe_layers)} layers, but there is no MoE config")
 
@@ -205,12 +224,48 @@ class ModelConfig:
         return "input_layernorm", "post_attention_layernorm"
 
     @property
+    def num_own_layers(self) -> int:
+        """The layers before those that read the KV of an earlier one."""
+        return self.num_hidden_layers - self.num_kv_shared_layers
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with KV of their own, in the order of the pool: those of linear attention have none."""
+        return tuple(i for i in range(self.num_own_layers) if i not in self.linear_layers)
+
+    @property
     def num_kv_layers(self) -> int:
-        """Layers that have KV: all but those of linear attention."""
-        return self.num_hidden_layers - len(self.linear_layers)
+        return len(self.kv_layers)
+
+    # --8<-- [start:kv-source]
+    def kv_source(self, layer_id: int) -> int:
+        """The layer whose KV a layer reads: itself, or the last own one of its kind."""
+        if layer_id < self.num_own_layers:
+            return layer_id
+        window = self.sliding_window(layer_id)
+        return max(i for i in range(self.num_own_layers) if self.sliding_window(i) == window)
+
+    # --8<-- [end:kv-source]
+
+    def projections(self, layer_id: int) -> tuple[str, ...]:
+        """The projections of a layer's attention: fewer than three where K and V come from elsewhere."""
+        if self.kv_source(layer_id) != layer_id:
+            return ("q_proj",)
+        return ("q_proj", "k_proj") if layer_id in self.k_eq_v_layers else ("q_proj", "k_proj", "v_proj")
+
+    def of_layer(self, layer_id: int) -> ModelConfig:
+        """The same config with the sizes of one layer, where layers differ."""
+        config = self
+        if self.kv_heads:
+            config = replace(config, **self.kv_heads[layer_id]._asdict())
+        if self.intermediate_sizes:
+            config = replace(config, intermediate_size=self.intermediate_sizes[layer_id])
+        return config
 
     def layer_of_kind(self, layer_id: int) -> int:
-        """The index of a layer among those of its kind, with KV or with states: its place in their pool."""
+        """The index of a layer among those of its kind, with KV or with states: its place in their pool.
+        Layers that share KV share the place."""
+        layer_id = self.kv_source(layer_id)
         is_linear = layer_id in self.linear_layers
         return sum((i in self.linear_layers) == is_linear for i in range(layer_id))
 
@@ -221,7 +276,7 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Numbers that a token has in the KV pool, in one layer."""
+        """Numbers that a token has in the KV pool, in one layer: see `of_layer`."""
         return 2 * self.num_kv_heads * self.head_dim if self.mla is None else self.mla.row_size
 
     def sliding_window(self, layer_id: int) -> int:

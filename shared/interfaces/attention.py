@@ -139,3 +139,4 @@ class BatchAttention:
     out_cache_loc: torch.Tensor  # [num_tokens] int64
     rows: torch.Tensor | None = None  # int64, the tokens whose hidden states are needed; None: all
     linear: BatchLinearAttention | None = None  # of models with layers of linear attention
+    layer_inputs: torch.Tensor | None = None  # [num_layers, num_tokens, size]: of Gemma-4

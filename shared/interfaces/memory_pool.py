@@ -182,6 +182,12 @@ class TokenToKVPool(ABC):
         is written (the two may overlap). Targets are distinct."""
 
     @property
+    def largest_heads(self) -> tuple[int, int]:
+        """The most KV heads of a layer, and the largest head_dim."""
+        shapes = [self.k_buffer(layer_id).shape for layer_id in range(self.num_layers)]
+        return max(shape[1] for shape in shapes), max(shape[2] for shape in shapes)
+
+    @property
     @abstractmethod
     def num_bytes_per_token(self) -> int:
         """Bytes that one slot takes, over all layers."""

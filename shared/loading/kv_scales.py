@@ -56,14 +56,14 @@ def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | 
         found.setdefault(int(match[1]), {}).update(dict.fromkeys(which, scale))
     if not found and scheme is None:
         return None
-    for layer_id in range(model_config.num_hidden_layers):
+    for layer_id in model_config.kv_layers:
         for which in "kv":
             if which not in found.get(layer_id, {}):
                 raise ValueError(
                     f"{folder}: model.layers.{layer_id}.self_attn.{which}_scale is missing: a checkpoint "
                     "for an FP8 KV cache has a scale of K and of V for each layer, or none at all"
                 )
-    return [KVScales(**found[layer_id]) for layer_id in range(model_config.num_hidden_layers)]
+    return [KVScales(**found[layer_id]) for layer_id in model_config.kv_layers]
 
 
 def _read_scale(path: Path, name: str) -> float:

@@ -85,7 +85,7 @@ def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
 
 
 def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
-    return model_config.kv_size * model_config.num_kv_layers * dtype.itemsize
+    return sum(model_config.of_layer(i).kv_size for i in model_config.kv_layers) * dtype.itemsize
 
 
 def free_gpu_memory(device: torch.device) -> int:
@@ -187,9 +187,11 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     context_len = config.context_len or model.context_len
     num_tokens = config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
     num_tokens = max(num_tokens, 1) + config.max_running_requests  # a mixed step decodes too
-    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layers = [model.of_layer(layer_id) for layer_id in range(model.num_hidden_layers)]
+    q = model.num_qo_heads * max(layer.head_dim for layer in layers)
+    kv = max(layer.num_kv_heads * layer.head_dim for layer in layers)
     attention = (q + 2 * kv) + q + q  # merged QKV, rotated q, output
-    mlp = 3 * model.intermediate_size  # gate and up, their product
+    mlp = 3 * max(layer.intermediate_size for layer in layers)  # gate and up, their product
     if model.moe is not None:
         expert = 3 * model.moe.intermediate_size + model.hidden_size
         routed = model.moe.num_experts_per_tok * expert + 3 * model.moe.shared_intermediate_size
@@ -197,6 +199,7 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     # Residual, norm, result, and a norm's float32; the larger of attention and MLP, which are never live
     # together.
     per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
+    per_token += 4 * len(layers) * model.layer_input_size * dtype.itemsize  # two terms, their sum, a copy
     num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
     num_logit_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
     graphs = 0

@@ -23,7 +23,9 @@ from diptych.shared.config.model import LinearAttentionConfig
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
+AUDIO = ("model.audio_tower.", "audio_tower.", "model.embed_audio.", "embed_audio.")
 VISION = (
+    *("model.embed_vision.", "embed_vision."),
     *("vision_tower.", "model.vision_tower.", "vision_model.", "model.visual.", "visual."),
     *("multi_modal_projector.", "model.multi_modal_projector."),
 )
@@ -32,6 +34,7 @@ KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(kv_scale)|(?:k_proj\.)?(k)_scale|(?:v_proj\.)?(v)_scale|(k|v)_proj\.output_scale)"
 )
+_OF_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.\w+")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -157,6 +160,11 @@ def unused_part(name: str, config: ModelConfig) -> str | None:
     """The part of a checkpoint beside the language model that a tensor is of, by its name."""
     if name.startswith(VISION):
         return "images"
+    if name.startswith(AUDIO):
+        return "audio"
+    match = _OF_KV.fullmatch(language_name(name))
+    if match and config.kv_source(int(match[1])) != int(match[1]):
+        return "KV that an earlier layer gives"
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_layers)
     drafting = [f"model.layers.{layer}." for layer in layers]
     drafting += ["mtp."] if config.linear_attention is not None else []
@@ -209,22 +217,31 @@ class _Shapes(dict[str, tuple[int, ...]]):
         num_out = config.num_qo_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.linear(f"{name}.kv_b_proj", num_out, mla.kv_lora_rank)
 
-    def attention(self, name: str) -> None:
+    def attention(self, name: str, projections: tuple[str, ...]) -> None:
         config, hidden_size, head_dim = self.config, self.config.hidden_size, self.config.head_dim
         if config.mla is not None:
             self.mla(name, config.mla)
         else:
             q_size = config.num_qo_heads * head_dim * (2 if config.attn_output_gate else 1)
-            self.linear(f"{name}.q_proj", q_size, hidden_size, config.qkv_bias)
-            self.linear(f"{name}.k_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
-            self.linear(f"{name}.v_proj", config.num_kv_heads * head_dim, hidden_size, config.qkv_bias)
+            for part in projections:
+                size = q_size if part == "q_proj" else config.num_kv_heads * head_dim
+                self.linear(f"{name}.{part}", size, hidden_size, config.qkv_bias)
         if config.qk_norm:
             is_wide = config.wide_qk_norm
             self[f"{name}.q_norm.weight"] = (head_dim * (config.num_qo_heads if is_wide else 1),)
-            self[f"{name}.k_norm.weight"] = (head_dim * (config.num_kv_heads if is_wide else 1),)
+            if "k_proj" in projections:
+                self[f"{name}.k_norm.weight"] = (head_dim * (config.num_kv_heads if is_wide else 1),)
         self.linear(f"{name}.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias)
         if config.attn_sinks:
             self[f"{name}.sinks"] = (config.num_qo_heads,)
+
+    def layer_input(self, name: str, size: int) -> None:
+        hidden_size = self.config.hidden_size
+        if size > 0:
+            self.linear(f"{name}.per_layer_input_gate", size, hidden_size)
+            self.linear(f"{name}.per_layer_projection", hidden_size, size)
+            self[f"{name}.post_per_layer_input_norm.weight"] = (hidden_size,)
+        self[f"{name}.layer_scalar"] = (1,)
 
     def linear_attention(self, name: str, linear: LinearAttentionConfig) -> None:
         hidden_size = self.config.hidden_size
@@ -257,15 +274,23 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["model.embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     for layer_id in range(config.num_hidden_layers):
         layer = f"model.layers.{layer_id}"
+        shapes.config = config.of_layer(layer_id)
         if config.linear_attention is not None and layer_id in config.linear_layers:
             shapes.linear_attention(f"{layer}.linear_attn", config.linear_attention)
         else:
-            shapes.attention(f"{layer}.self_attn")
+            shapes.attention(f"{layer}.self_attn", config.projections(layer_id))
         shapes |= {f"{layer}.{norm}.weight": (config.hidden_size,) for norm in config.layer_norms}
         if config.moe is not None and layer_id in config.moe_layers:
             shapes.experts(f"{layer}.mlp", config.moe)
         else:
-            shapes.mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)
+            shapes.mlp(f"{layer}.mlp", shapes.config.intermediate_size, config.mlp_bias)
+        if config.layer_scalar:
+            shapes.layer_input(layer, config.layer_input_size)
+    if config.layer_input_size > 0:
+        size = config.num_hidden_layers * config.layer_input_size
+        shapes["model.embed_tokens_per_layer.weight"] = (config.vocab_size, size)
+        shapes.linear("model.per_layer_model_projection", size, config.hidden_size)
+        shapes["model.per_layer_projection_norm.weight"] = (config.layer_input_size,)
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes.linear("lm_head", config.vocab_size, config.hidden_size)

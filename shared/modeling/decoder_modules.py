@@ -76,6 +76,7 @@ class LayerModules(nn.Module):
         super().__init__()
         self.tp = tp
         self.is_last = layer_id == config.num_hidden_layers - 1
+        config = config.of_layer(layer_id)
         norm, sizes = norm_class(config, layers), (config.hidden_size, config.rms_norm_eps)
         attention = self.attention_class if config.mla is None else self.mla_class
         for name in config.layer_norms:
@@ -109,10 +110,13 @@ class BodyModules(nn.Module):
         rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
         embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
-        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
+        ropes = [
+            (config.layer_rope(layer_id), config.of_layer(layer_id).head_dim)
+            for layer_id in range(config.num_hidden_layers)
+        ]
         rotary_embs: dict[Any, Any] = {
-            rope: rope and layers.RotaryEmbedding(rope, config.head_dim, config.context_len)
-            for rope in set(ropes)
+            (rope, head_dim): rope and layers.RotaryEmbedding(rope, head_dim, config.context_len)
+            for rope, head_dim in set(ropes)
         }
         self.layers = nn.ModuleList(
             layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)

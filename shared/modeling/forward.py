@@ -75,7 +75,7 @@ def attention_output(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor |
         raise ValueError(
             f"num_qo_heads ({layer.num_qo_heads}) is not a multiple of num_kv_heads ({layer.num_kv_heads})"
         )
-    shape = (*q.shape[:-1], layer.v_head_dim or layer.head_dim)
+    shape = (*q.shape[:-1], layer.output_dim)
     if out is None:
         return torch.empty(shape, dtype=q.dtype, device=q.device)
     if out.shape != shape or out.dtype != q.dtype or out.device != q.device:

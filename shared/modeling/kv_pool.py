@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.config.model import KVHeads
 from diptych.shared.interfaces import MLATokenToKVPool, TokenToKVPool
 from diptych.shared.types.attention import FP8, FP8_TYPES, KVScales
 
@@ -30,6 +31,9 @@ def build_kv_pool(
         pool = component("mla_memory_pool")(*layers, *sizes, dtype, device, kv_scales)
     else:
         pool_class = component("memory_pool").TokenToKVPool
+        if config.kv_heads:
+            heads = [config.kv_heads[layer_id] for layer_id in config.kv_layers]
+            return PoolBySize(pool_class, size, page_size, heads, dtype, device, kv_scales)
         pool = pool_class(*layers, config.num_kv_heads, config.head_dim, dtype, device, kv_scales)
     return pool
 
@@ -84,6 +88,55 @@ class KVTensors(TokenToKVPool):
     def num_bytes_per_token(self) -> int:
         num_layers, _, num_kv_heads, head_dim = self._k.shape
         return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize
+
+
+class PoolBySize(TokenToKVPool):
+    """Layers whose heads differ in number or size: layers alike are in one pool of `pool_class`, and the same
+    slots are in all pools."""
+
+    def __init__(
+        self,
+        pool_class: type[TokenToKVPool],
+        size: int,
+        page_size: int,
+        heads: Sequence[KVHeads],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        self.size, self.page_size, self.num_layers = size, page_size, len(heads)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * len(heads)
+        self.pools: list[TokenToKVPool] = []
+        self._places: dict[int, tuple[TokenToKVPool, int]] = {}  # layer -> its pool, and its number there
+        # --8<-- [start:pool-by-size]
+        for kind in dict.fromkeys(heads):
+            alike = [layer_id for layer_id, own in enumerate(heads) if own == kind]
+            scales = [self.kv_scales[layer_id] for layer_id in alike]
+            pool = pool_class(size, page_size, len(alike), *kind, dtype, device, scales)
+            self.pools.append(pool)
+            self._places |= {layer_id: (pool, number) for number, layer_id in enumerate(alike)}
+        # --8<-- [end:pool-by-size]
+
+    def k_buffer(self, layer_id: int) -> torch.Tensor:
+        pool, number = self._places[layer_id]
+        return pool.k_buffer(number)
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        pool, number = self._places[layer_id]
+        return pool.v_buffer(number)
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        pool, number = self._places[layer_id]
+        pool.store(number, out_cache_loc, k, v)
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        for pool in self.pools:
+            pool.move(target_slots, source_slots)
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        return sum(pool.num_bytes_per_token for pool in self.pools)
 
 
 class MLARows(MLATokenToKVPool):

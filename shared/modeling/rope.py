@@ -26,6 +26,8 @@ def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, 
         return _llama3(rope), 1.0
     if rope.rope_type == "longrope":
         return _longrope(rope)
+    if rope.rope_type == "proportional":
+        return _proportional(rope), 1.0
     return _yarn(rope), _yarn_attention_factor(rope)
 
 
@@ -46,6 +48,17 @@ def _unscaled(rope: RopeConfig, theta: float) -> torch.Tensor:
     """theta^(-2i / rotary_dim)"""
     dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
     return 1.0 / theta ** (dims / rope.rotary_dim)
+
+
+# --8<-- [start:proportional]
+def _proportional(rope: RopeConfig) -> torch.Tensor:
+    """The first pairs of dimensions turn as in a whole head, the others not at all."""
+    inv_freq = _unscaled(rope, rope.theta) / rope.factor
+    inv_freq[rope.turning_dim // 2 :] = 0.0
+    return inv_freq
+
+
+# --8<-- [end:proportional]
 
 
 def _dynamic(rope: RopeConfig, seq_len: int) -> torch.Tensor:

@@ -36,6 +36,10 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None  # [num_qo_heads]: one more logit in the softmax, without a value
     v_head_dim: int | None = None  # of V and the output; None: head_dim
 
+    @property
+    def output_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLALayer(AttentionLayer):

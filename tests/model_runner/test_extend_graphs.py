@@ -154,7 +154,8 @@ def test_padding_is_the_same_token_everywhere() -> None:
     steps, seen = session.runner.steps.prefill[0], []
     layer = session.model.model.layers[-1]
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    steps.tokens.heads.fill_(torch.nan)
+    for heads in steps.tokens.heads.values():
+        heads.fill_(torch.nan)
     steps.tokens.inputs.fill_(7)
     session.run(session.forward_batch({0: [1, 2, 3], 1: [4, 5]}, forward_mode=ForwardMode.EXTEND))
     assert seen[-1].shape[0] == 16
@@ -216,7 +217,8 @@ def test_attention_writes_where_the_next_piece_reads(watched: bool, monkeypatch:
     session.run(batch)
     assert steps.num_replays == (not watched)
     assert len(outs) == session.model.config.num_hidden_layers
-    assert {(out.data_ptr(), len(out)) for out in outs} == {(steps.tokens.heads.data_ptr(), 5)}
+    [heads] = steps.tokens.heads.values()
+    assert {(out.data_ptr(), len(out)) for out in outs} == {(heads.data_ptr(), 5)}
 
     monkeypatch.setattr(steps.attention, "run", lambda *args, out, **kv: run(*args, **kv))
     with pytest.raises(AssertionError, match="did not write to out"):
@@ -277,7 +279,8 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
         fill_pool(llm.assembly.kv_pool)
     for number, num_tokens in enumerate([sizes[-1], *counts]):
         case = StepCase("prefill", min(num_tokens, 1 + number % 5), 50 * (number % 3), num_tokens)
-        steps.tokens.heads.fill_(torch.nan)
+        for heads in steps.tokens.heads.values():
+            heads.fill_(torch.nan)
         results = []
         for llm in (replayed, launched):
             with step_of(llm.assembly.parts, case, 0.0, number) as step:

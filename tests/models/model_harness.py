@@ -43,6 +43,8 @@ def random_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2, generator=generator)
     return model
 
 

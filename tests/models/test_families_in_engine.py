@@ -21,13 +21,14 @@ from diptych.shared.types import SamplingParams
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
 MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}
 FAMILIES = ("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm")
+WITHOUT_DRAFTS, FAST = ("gemma4", "gemma4-k-eq-v"), ("gemma2", "gpt-oss", "llama4", "gemma4")
 SETTINGS = [  # the fast cut has some
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)
-        for name in FAMILIES
+        for name in (*FAMILIES, *WITHOUT_DRAFTS)
         for page_size in (1, 4, 16)
         for flags in ({}, MIXED, {"chunked_prefill_size": 40})
-        for is_fast in [flags is MIXED and page_size == 4 and name in ("gemma2", "gpt-oss", "llama4")]
+        for is_fast in [flags is MIXED and page_size == 4 and name in FAST]
     )
 ]
 
@@ -130,7 +131,7 @@ def test_trees_of_other_drafters(panel: str, speculative: str, name: str, tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *WITHOUT_DRAFTS])
 def test_optimized(name: str, tmp_path: Path) -> None:
     """Few steps: kernels may be interpreted."""
     prompts = [prompt[: len(prompt) // 2] for prompt in make_prompts()[1:]]

@@ -210,8 +210,8 @@ THINNED = [pytest.param(name, marks=[] if name in IN_FAST_CUT else pytest.mark.f
 def test_user_provided_layers_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
     """And give what the fused kernels give."""
     expected = logits(build(name))
-    # Llama 4 norms q and k after RoPE, as layers of their own; GLM turns pairs of neighbours.
-    if not name.startswith("llama4") and name not in ("glm", "glm4"):
+    # Llama 4 norms q and k after RoPE, Gemma 4 norms v, as layers of their own; GLM turns neighbours.
+    if not name.startswith(("llama4", "gemma4")) and name not in ("glm", "glm4"):
         assert calls["qk_norm_rope_store"] + calls["mla_rope_store"] > 0
     assert set(calls) & {*KERNELS, "mla_rope_store"}
     calls.clear()

@@ -11,7 +11,7 @@ from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from diptych.shared.config import ModelConfig, MoEConfig, parse_config, read_config
+from diptych.shared.config import ModelConfig, MoEConfig, RopeConfig, parse_config, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
@@ -93,6 +93,10 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
         ("gemma2", {"final_logit_cap": 0.0}),
         ("gemma2", {"sliding_windows": (-1, 20, -1, 20)}),
         ("gemma3", {"local_rope": None}),
+        ("gemma4", {"rope": {"turning_dim": 36}}),
+        ("gemma4", {"rope": {"turning_dim": 22}}),
+        ("gemma4", {"attn_scale": 20**-0.5}),
+        ("gemma4", {"local_rope": RopeConfig("default", 10000.0, 20)}),
         ("gpt-oss", {"sliding_windows": (19, -1, 19)}),
         ("gpt-oss", {"rope": {"truncate": True}}),
         ("gpt-oss", {"moe": {"swiglu_limit": 7.0}}),

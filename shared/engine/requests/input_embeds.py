@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.types import PromptEmbeds, SamplingParams
 
@@ -50,12 +50,18 @@ def check_supported(what: str, config: EngineConfig, is_of_reference: bool = Fal
 
 
 def embeds_prompt(
-    rows: Any, params: SamplingParams, config: EngineConfig, hidden_size: int, dtype: torch.dtype
+    rows: Any, params: SamplingParams, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
 ) -> tuple[list[int], PromptEmbeds]:
     """Token ids (placeholders) and rows of a prompt. Raises `ValueError` for anything but a finite tensor
     [num_tokens, hidden_size] of a floating dtype that fits the context, for parameters that need token ids,
     and if the engine takes token ids only."""
     check_supported("input_embeds", config)
+    hidden_size = model_config.hidden_size
+    if model_config.layer_input_size > 0:
+        raise ValueError(
+            f"input_embeds do not work with {model_config.architecture}, whose layers have embeddings of the "
+            "token ids"
+        )
     if params.logprob_start_len >= 0:
         raise ValueError(
             "input_embeds have no token ids, so no log-probabilities of the prompt: logprob_start_len must "

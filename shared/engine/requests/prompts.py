@@ -46,8 +46,7 @@ def encode_prompt(
             )
         return tokenizer.encode(prompt), None
     if isinstance(prompt, EmbedsPrompt):
-        hidden_size = assembly.model_config.hidden_size
-        return embeds_prompt(prompt.rows, params, config, hidden_size, assembly.dtype)
+        return embeds_prompt(prompt.rows, params, config, assembly.model_config, assembly.dtype)
     if isinstance(prompt, ImagesPrompt):
         prompt_ids, _ = encode_prompt(prompt.prompt, params, assembly)
         return images_prompt(prompt_ids, prompt.images, config, assembly.model_config, assembly.vision)

@@ -165,8 +165,8 @@ class EngineLoop:
             check_pooling(req.is_pooling, self.assembly.config, self.assembly.model_config)
             if message.input_embeds:
                 rows = rows_of_bytes(message.input_embeds, len(message.input_ids))
-                config, size = self.assembly.config, self.assembly.model_config.hidden_size
-                req.embeds = embeds_prompt(rows, message.params, config, size, self.assembly.dtype)[1]
+                config, model = self.assembly.config, self.assembly.model_config
+                req.embeds = embeds_prompt(rows, message.params, config, model, self.assembly.dtype)[1]
             if message.images:
                 req.embeds = received_images(message.input_ids, message.images, self.assembly.vision)
             if message.diffusion is not None:

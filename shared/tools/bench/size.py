@@ -103,6 +103,10 @@ def formula_of(
     model: ModelConfig, config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Formula:
     """For the first of `config.tp` ranks. model: with its quantization."""
+    if model.kv_heads:
+        raise ValueError(
+            f"bench size takes models with heads of one size; those of {model.architecture} differ"
+        )
     reserved = sum(reserve_for_steps(config, model, dtype).values())
     local, _ = of_rank(config, model, Ceilings(1, 1))
     shapes = expected_shapes(local)

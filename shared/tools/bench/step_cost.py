@@ -145,7 +145,8 @@ def step_cost(
         expert_share = config.moe.num_experts_per_tok / config.moe.num_experts
     for name, shape in expected_shapes(config).items():
         module = name.split(".")[-2]
-        if module == "embed_tokens" and not config.tie_word_embeddings:
+        is_read_whole = config.tie_word_embeddings and module != "embed_tokens_per_layer"
+        if module.startswith("embed_tokens") and not is_read_whole:
             continue
         phase = GROUPS.get(module, "norms")
         numel = math.prod(shape)
@@ -161,12 +162,12 @@ def step_cost(
             states = 2 * len(seq_lens) * StatePool.bytes_per_row(1, linear, dtype)
             add("linear attention", states, 6 * num_tokens * linear.v_size * linear.k_head_dim)
             continue
-        window = config.sliding_window(layer_id)
+        layer, window = config.of_layer(layer_id), config.sliding_window(layer_id)
         for seq_len, extend_len in zip(seq_lens, extend_seq_lens):
             num_seen = seq_len if window < 0 else min(seq_len, window + extend_len)
-            kv = config.kv_size * num_seen * (kv_dtype or dtype).itemsize
+            kv = layer.kv_size * num_seen * (kv_dtype or dtype).itemsize
             pairs = _num_pairs(seq_len, extend_len, window)
-            add("attention", kv, 2 * config.num_qo_heads * (config.head_dim + config.v_head_dim) * pairs)
+            add("attention", kv, 2 * layer.num_qo_heads * (layer.head_dim + layer.v_head_dim) * pairs)
     return StepCost(tuple(Phase(name, *entry) for name, entry in sums.items()))
 
 

@@ -90,10 +90,12 @@ class _KvBytes:
     """Bytes of KV in one step, over all layers, for requests of these lengths after the step."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_len: int) -> None:
-        windows = Counter(config.sliding_window(layer_id) for layer_id in range(config.num_hidden_layers))
-        of_token = config.kv_size * dtype.itemsize
+        layers = Counter(
+            (config.sliding_window(layer_id), config.of_layer(layer_id).kv_size * dtype.itemsize)
+            for layer_id in range(config.num_hidden_layers)
+        )
         self.of_len = [
-            of_token * sum(n * (seq_len if w < 0 else min(seq_len, w + 1)) for w, n in windows.items())
+            sum(n * size * (seq_len if w < 0 else min(seq_len, w + 1)) for (w, size), n in layers.items())
             for seq_len in range(max_len + 1)
         ]
 

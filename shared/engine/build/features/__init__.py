@@ -43,6 +43,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),
     ("beside_model:RewardHead", lambda plan: plan.model_config.num_labels),
     ("beside_model:LinearStates", lambda plan: plan.model_config.linear_attention),
+    ("beside_model:LayersThatDiffer", lambda plan: plan.model_config.kv_heads),
     ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
     ("beside_model:Lora", lambda plan: plan.config.lora_paths or plan.config.max_loras_per_batch),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),

@@ -51,26 +51,47 @@ def num_kept_states(config: EngineConfig) -> int:
     return config.max_running_requests if config.max_kept_states is None else config.max_kept_states
 
 
+def refuse_flags(plan: Plan, what: str, **more: Any) -> None:
+    """Raise `ValueError` for a flag that does not work with `what` of a model. more: further flags, by name,
+    and whether each is set."""
+    config = plan.config
+    refused = {
+        "lora_paths": config.lora_paths or config.max_loras_per_batch,
+        "hicache_tokens": config.hicache_tokens,
+        "deterministic": config.deterministic,
+        "tp": config.tp > 1,
+        "pp": config.pp > 1,
+        "dp_attention": config.dp_attention,
+        "disaggregation": config.disaggregation,
+        "disaggregation_mode": config.disaggregation_mode,
+        **more,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"{name} does not work with {what} of {plan.model_config.architecture}")
+
+
+class LayersThatDiffer(Feature):
+    """Layers with heads of several sizes, some of which read the KV of an earlier layer. The engine needs
+    nothing for them: what moves or cuts KV and layers takes all layers as alike."""
+
+    def check(self) -> None:
+        config = self.plan.config
+        refuse_flags(
+            self.plan,
+            "the layers",
+            speculative=config.speculative,
+            quantization=self.plan.model_config.quantization,
+        )
+
+
 class LinearStates(Feature):
     """The states of a model with linear attention: one for each row of req_to_token, and those of the prefix
     cache."""
 
     def check(self) -> None:
         plan, config = self.plan, self.plan.config
-        architecture = plan.model_config.architecture
-        refused: dict[str, Any] = {
-            "lora_paths": config.lora_paths or config.max_loras_per_batch,
-            "hicache_tokens": config.hicache_tokens,
-            "deterministic": config.deterministic,
-            "tp": config.tp > 1,
-            "pp": config.pp > 1,
-            "dp_attention": config.dp_attention,
-            "disaggregation": config.disaggregation,  # KV is sent, and no states
-            "disaggregation_mode": config.disaggregation_mode,
-        }
-        for name, is_set in refused.items():
-            if is_set:
-                raise ValueError(f"{name} does not work with the linear attention of {architecture}")
+        refuse_flags(plan, "the linear attention")  # the last two send KV, and no states
         if config.speculative is None:
             return
         impl = plan.component("linear_attention")
