@@ -24,6 +24,7 @@ class DeterministicAttention(TritonAttention):
     graphs."""
 
     is_deterministic = True
+    max_head_dim = 256
 
     def run(
         self,

@@ -28,7 +28,6 @@ from diptych.shared.types.attention import FP8_TYPES, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 POOL_DTYPES = (*DTYPES, *FP8_TYPES)
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +44,11 @@ class TritonPlan:
 
 
 class TritonAttention(interface.AttentionBackend):
-    """Supports every layer and every batch of the contract in float16, bfloat16 and float32, up to head_dim
-    256, and pools of these types and FP8. K and V are widened to q's type behind their loads, so FP8 halves
-    the bytes that are read. Their scales multiply scores and output."""
+    """Supports every layer and every batch of the contract in float16, bfloat16 and float32, up to
+    `max_head_dim`, and pools of these types and FP8. K and V are widened to q's type behind their loads, so
+    FP8 halves the bytes that are read. Their scales multiply scores and output."""
 
+    max_head_dim = 512
     supports_cuda_graph = True
     accepts_seq_len_upper_bounds = True
     supports_ragged_graphs = True
@@ -64,10 +64,9 @@ class TritonAttention(interface.AttentionBackend):
                 "in Triton's interpreter (TRITON_INTERPRET=1)"
             )
         self.num_kv_heads, head_dim = kv_pool.largest_heads
-        if head_dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"head_dim {head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"
-            )
+        if head_dim > self.max_head_dim:
+            supported = f"{type(self).__name__} supports 1 to {self.max_head_dim}"
+            raise ValueError(f"head_dim {head_dim} is not supported: {supported}")
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
         self.counters = self._new_counters(req_to_token_pool.req_to_token.shape[0])

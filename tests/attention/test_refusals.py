@@ -95,8 +95,8 @@ def test_a_plain_layer_cannot_be_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 257}, "head_dim 257 is not supported: TritonAttention supports 1 to 256"),
-        ({"head_dim": 512, "dtype": torch.bfloat16}, "head_dim 512 is not supported"),
+        ({"head_dim": 513}, "head_dim 513 is not supported: TritonAttention supports 1 to 512"),
+        ({"head_dim": 1024, "dtype": torch.bfloat16}, "head_dim 1024 is not supported"),
         ({"dtype": torch.float64}, r"float64 is not supported.*bfloat16"),
     ],
 )

@@ -322,6 +322,10 @@ def _launches() -> dict[str, Launch]:
                 add(tree, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
             add(rope, f"d{head_dim}-t8-{name}-fp8kv", 8, head_dim, head_dim, True, dtype, kv_dtype=FP8)
             add(deterministic, f"d{head_dim}-g4-{name}-fp8kv", head_dim, 4, dtype, FP8)
+    for group in (4, 8):
+        add(decode, f"d512-g{group}-bf16", 512, group, 64, torch.bfloat16)
+        for tokens in (4, 32):
+            add(extend, f"d512-m{group * tokens}-bf16", 512, group, tokens, torch.bfloat16)
     for num_heads in (10, 16, 128):
         for name, dtype in DTYPES.items():
             add(mla, f"decode-h{num_heads}-{name}", "decode", num_heads, 1, dtype)

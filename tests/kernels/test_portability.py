@@ -42,6 +42,7 @@ FAST = (
     ("sm_90", "quantized-fp8-block-t4096-bf16"),
     ("sm_90", "quantized-int4-t1-bf16"),
     ("sm_120", "decode-d256-g4-bf16"),
+    ("sm_90", "extend-d512-m128-bf16"),
     ("sm_120", "linear-Qwen3-8B-t16-qkv"),
 )
 MAX_SPILLED = 2048

@@ -194,7 +194,7 @@ def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, g
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
     if row_bytes < q_row_bytes:  # FP8, and V in 16 bits as well; with wgmma also K
         kv += (2 if is_wgmma else 1) * tile.block_n * q_row_bytes
-    q_copies = 4 if is_wgmma or tile.num_stages == 5 else 2
+    q_copies = 4 if is_wgmma or tile.num_stages == 5 else 3 if q_row_bytes > 512 else 2
     return kv + max(4096, q_copies * block_g * q_row_bytes)
 
 

@@ -145,7 +145,15 @@ def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -
     if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         sizes = (min(rows, 128), 64, 4, 1)
     elif is_float32:
-        sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4 if block_d > 128 else 8, 2)
+        sizes = (
+            min(rows, 16 if block_d > 128 else 32),
+            min(32, 8192 // block_d),
+            4 if block_d > 128 else 8,
+            2,
+        )
+    elif block_d > 256:
+        is_hopper = gpu.shared_memory > 200 * 1024  # sm_80 has 163 KB
+        sizes = (min(rows, 64 if is_hopper else 32), 32 if gpu.has_large_shared_memory else 16, 8, 3)
     elif has_mask:
         sizes = (min(rows, 64), 32, 4, 3)
     elif rows <= 32:

@@ -193,7 +193,9 @@ def _tile(rows: int, block_d: int, is_float32: bool, gpu: Gpu) -> dict[str, int]
     if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         sizes = (min(rows, 128), 16, 4, 1)
     elif is_float32:
-        sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4, 2)
+        sizes = (min(rows, 16 if block_d > 128 else 32), min(32, 8192 // block_d), 4, 2)
+    elif block_d > 256:
+        sizes = (min(rows, 32), 32 if gpu.has_large_shared_memory else 16, 8, 3)
     elif block_d > 128 and not gpu.has_large_shared_memory:
         sizes = (min(rows, 64), 32, 4, 3)
     else:
