@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import Accepted, DraftTree, SamplingParams
 from docs.figures.blocks import boxes, chips, heading, span
+from docs.figures.five_requests import EXACT
 from docs.figures.svg import figure
 
 QUESTION = "Tell me a story about Otto."
@@ -26,9 +27,7 @@ def record() -> list[Round]:
     """The rounds of one answer, at a temperature of 0.8. float32, so that the tree is the same everywhere."""
     llm = LLM(
         "tiny-dense",
-        panel="reference",
-        device="cpu",
-        dtype="float32",
+        **EXACT,
         max_total_tokens=512,
         speculative="eagle3",
         speculative_draft_model="tiny-dense-eagle3",

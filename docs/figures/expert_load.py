@@ -8,6 +8,7 @@ from diptych.reference.moe import TopK
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
 from docs.figures.blocks import Bar, bars, boxes, grid, heading, percent
+from docs.figures.five_requests import EXACT
 from docs.figures.svg import figure
 
 PROMPTS = (
@@ -23,7 +24,7 @@ BATCHES = (1, 2, 4, 8, 16)
 def record() -> tuple[list[torch.Tensor], int]:
     """(expert ids [num_tokens, k] of each call of a router, layer after layer in every step; number of
     layers). float32, so that the choices are the same everywhere."""
-    llm = LLM("tiny-moe", panel="reference", device="cpu", dtype="float32", max_total_tokens=2048)
+    llm = LLM("tiny-moe", **EXACT, max_total_tokens=2048)
     calls: list[torch.Tensor] = []
     for module in llm.assembly.model.modules():
         if isinstance(getattr(module, "topk", None), TopK):

@@ -10,6 +10,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
 from diptych.shared.types.attention import AttentionLayer
 from docs.figures.blocks import Bar, bars, boxes
+from docs.figures.five_requests import EXACT
 from docs.figures.svg import slider
 
 LAYER, HEAD, BLOCK = 3, 3, 8
@@ -22,7 +23,7 @@ MARKS = {"<|im_start|>": "‹start›", "<|im_end|>": "‹end›", "\n": "↵", 
 
 def record() -> tuple[list[str], list[float]]:
     """(tokens, scores) of the newest query. float32, so that the scores are the same everywhere."""
-    llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", max_total_tokens=128)
+    llm = LLM("tiny-dense", **EXACT, max_total_tokens=128)
     backend = llm.assembly.parts.model_runner.attention
     run, seen = backend.run, []
 

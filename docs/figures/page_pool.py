@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diptych.shared.engine.llm import LLM
 from diptych.shared.types import SamplingParams
 from docs.figures.blocks import boxes, chips, heading, span
+from docs.figures.five_requests import EXACT
 from docs.figures.svg import slider
 
 PAGE_SIZE = 4
@@ -30,9 +31,7 @@ class Run:
     def __init__(self) -> None:
         self.llm = LLM(
             "tiny-dense",
-            panel="reference",
-            device="cpu",
-            dtype="float32",
+            **EXACT,
             page_size=PAGE_SIZE,
             max_total_tokens=PAGE_SIZE * NUM_PAGES,
             disable_radix_cache=True,

@@ -37,7 +37,7 @@ def make() -> str:
         steps.append((picture, f"In step {number} of the run. {step['title']} {events}"))
     return slider(
         steps,
-        f'The radix tree in <a href="../run/">the recorded run</a>, with pages of {size} tokens and '
+        f"The radix tree in the recorded run, with pages of {size} tokens and "
         f"{num_pages} pages in the pool. Blue: locked by a running request. Dashed: evicted in this step. "
         "<code>‹start›</code> and <code>‹end›</code> are the marks of the chat template.",
     )

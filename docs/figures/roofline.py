@@ -6,14 +6,15 @@ import math
 from typing import Any, NamedTuple
 
 from diptych.shared.tools.bench.step_cost import Ceilings
-from docs.figures.svg import HUES, NARROW, WIDE, Svg, figure, views
+from docs.figures.blocks import boxes, legend
+from docs.figures.svg import HUES, Svg, figure
 from docs.figures.timelines import load
 
 X_RANGE, Y_RANGE = (0.8, 20_000.0), (2.0, 2000.0)
 HEIGHT = 380
 NAMED = "Qwen3-8B"
 """The model whose points have labels."""
-LABELS = {"1": (-6, 20, "end"), "prefill": (0, 20, "mid")}
+LABELS = {"1": (-1, 20, "end"), "prefill": (0, 20, "mid")}
 """Where a label does not go to the right of its point: its offset and class."""
 
 
@@ -45,60 +46,47 @@ def point(result: dict[str, Any], name: str) -> Point:
     return Point(result["model"], name, intensity, result["flops_per_s"] / 1e12)
 
 
-class Plane:
-    def __init__(self, svg: Svg, left: float, top: float) -> None:
-        self.svg, self.left, self.top = svg, left, top
-        self.width, self.height = svg.width - left - 1, HEIGHT - top
-
-    def x(self, value: float) -> float:
-        low, high = X_RANGE
-        return self.left + math.log(value / low) / math.log(high / low) * self.width
-
-    def y(self, value: float) -> float:
-        low, high = Y_RANGE
-        return self.top + (1 - math.log(value / low) / math.log(high / low)) * self.height
-
-    def grid(self) -> None:
-        for value in (1, 10, 100, 1000, 10_000):
-            self.svg.line(self.x(value), self.top, self.x(value), self.top + self.height, "axis")
-            self.svg.text(self.x(value), HEIGHT + 17, f"{value:,}", "s mid")
-        for value in (10, 100, 1000):
-            self.svg.line(self.left, self.y(value), self.left + self.width, self.y(value), "axis")
-            self.svg.text(self.left - 5, self.y(value) + 4, f"{value:,}", "s end")
-        self.svg.text(0, 13, "TFLOP/s", "s")
-        self.svg.text(self.left + self.width, HEIGHT + 36, "operations per byte", "s end")
+def x_of(intensity: float) -> float:
+    low, high = X_RANGE
+    return 100 * math.log(intensity / low) / math.log(high / low)
 
 
-def draw(width: int) -> Svg:
-    svg = Svg(width)
-    plane, roof = Plane(svg, 48, 22), ceilings()
-    plane.grid()
+def y_of(rate: float) -> float:
+    low, high = Y_RANGE
+    return 22 + (1 - math.log(rate / low) / math.log(high / low)) * (HEIGHT - 22)
+
+
+def draw() -> Svg:
+    svg, roof = Svg(), ceilings()
+    for value in (1, 10, 100, 1000, 10_000):
+        svg.line(x_of(value), 22, x_of(value), HEIGHT, "axis")
+        svg.text(x_of(value), HEIGHT + 17, f"{value:,}", "s mid")
+    for value in (10, 100, 1000):
+        svg.line(0, y_of(value), 100, y_of(value), "axis")
+        svg.text(0, y_of(value) - 4, f"{value:,}", "s")
+    svg.text(0, 13, "TFLOP/s", "s")
+    svg.text(100, HEIGHT + 36, "operations per byte", "s end")
     ridge = roof.matrix_rate / roof.bandwidth
-    first = Y_RANGE[0] * 1e12 / roof.bandwidth
-    corners = (max(first, X_RANGE[0]), ridge, X_RANGE[1])
-    line = [(plane.x(x), plane.y(min(x * roof.bandwidth, roof.matrix_rate) / 1e12)) for x in corners]
-    svg.path(line, "roof")
-    svg.text(
-        plane.x(0.95),
-        plane.y(60 if width == WIDE else 150),
-        f"{roof.bandwidth / 1e12:.2f} TB/s",
-        "b",
-    )
-    svg.text(plane.x(19_000), plane.y(950), f"{roof.matrix_rate / 1e12:.0f} TFLOP/s", "b end")
-    found = points()
-    shapes = list(dict.fromkeys(each.shape for each in found))
-    for hue, shape in zip(HUES, shapes):
-        own = [each for each in found if each.shape == shape]
-        decode = [(plane.x(each.intensity), plane.y(each.rate)) for each in own if each.name != "prefill"]
+    corners = (max(Y_RANGE[0] * 1e12 / roof.bandwidth, X_RANGE[0]), ridge, X_RANGE[1])
+    svg.path([(x_of(x), y_of(min(x * roof.bandwidth, roof.matrix_rate) / 1e12)) for x in corners], "roof")
+    svg.text(x_of(3), y_of(200), f"{roof.bandwidth / 1e12:.2f} TB/s", "b")
+    svg.text(x_of(19_000), y_of(1000), f"{roof.matrix_rate / 1e12:.0f} TFLOP/s", "b end")
+    for hue, shape in hues().items():
+        own = [each for each in points() if each.shape == shape]
+        decode = [(x_of(each.intensity), y_of(each.rate)) for each in own if each.name != "prefill"]
         svg.path(decode, f"l{hue}")
         for each in own:
-            svg.dot(plane.x(each.intensity), plane.y(each.rate), 4.5, f"s{hue}")
-        if shape == NAMED:
-            for each in own:
-                right, below, cls = LABELS.get(each.name, (8, 14, ""))
-                svg.text(plane.x(each.intensity) + right, plane.y(each.rate) + below, each.name, cls)
-    svg.legend(HEIGHT + 48, [(f"s{hue}", shape) for hue, shape in zip(HUES, shapes)])
+            x, y = x_of(each.intensity), y_of(each.rate)
+            svg.dot(x, y, 4.5, f"s{hue}")
+            if shape == NAMED:
+                right, below, cls = LABELS.get(each.name, (1.2, 14, ""))
+                svg.text(x + right, y + below, each.name, cls)
     return svg
+
+
+def hues() -> dict[str, str]:
+    """Class of a colour -> model shape."""
+    return dict(zip(HUES, dict.fromkeys(each.shape for each in points())))
 
 
 def make() -> str:
@@ -110,4 +98,5 @@ def make() -> str:
         "GEMM rate. Numbers: requests of a decode step of Qwen3-8B. More requests do more operations with "
         "the same weights, so the points move up and to the right."
     )
-    return figure(views(label, draw(WIDE), draw(NARROW)), caption)
+    shapes = legend((f"s{hue}", shape) for hue, shape in hues().items())
+    return figure(draw().html("fluid", label) + boxes(shapes), caption)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from diptych.shared.engine.llm import LLM
-from docs.figures.svg import NARROW, WIDE, Svg, figure, num, views
+from docs.figures.five_requests import EXACT
+from docs.figures.svg import Svg, figure
 
 NAME = "model.layers.0.self_attn.o_proj.weight"
 NUM_WEIGHTS, GROUP = 32, 8
@@ -15,7 +16,7 @@ HALF, ROW = 66.0, 176.0
 
 def weights() -> torch.Tensor:
     """The first inputs of the output whose largest weight stands out most, float32 [NUM_WEIGHTS]."""
-    llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", max_total_tokens=64)
+    llm = LLM("tiny-dense", **EXACT, max_total_tokens=64)
     weight = dict(llm.assembly.parts.model_runner.model.named_parameters())[NAME][:, :NUM_WEIGHTS]
     magnitudes = weight.abs()
     return weight[int((magnitudes.amax(1) / magnitudes.mean(1)).argmax())]
@@ -32,9 +33,9 @@ def error(values: torch.Tensor, group: int) -> float:
     return float((rounded(values, group)[0] - values).norm() / values.norm())
 
 
-def draw(values: torch.Tensor, width: int) -> Svg:
-    svg = Svg(width)
-    step = (width - 2) / NUM_WEIGHTS
+def draw(values: torch.Tensor) -> Svg:
+    svg = Svg()
+    step = 100 / NUM_WEIGHTS
     largest = float(values.abs().max())
     for panel, group in enumerate((NUM_WEIGHTS, GROUP)):
         top = panel * ROW
@@ -43,17 +44,14 @@ def draw(values: torch.Tensor, width: int) -> Svg:
         middle = top + 26 + HALF
         found, scales = rounded(values, group)
         for start in range(0, NUM_WEIGHTS, group):
-            left, right = start * step + 2, (start + group) * step - 2
-            levels = [
-                middle - HALF * k * float(scales[start]) / largest for k in range(-LARGEST, LARGEST + 1)
-            ]
-            svg.strokes([(left, y, right, y) for y in levels], "axis")
+            for k in range(-LARGEST, LARGEST + 1):
+                y = middle - HALF * k * float(scales[start]) / largest
+                svg.line(start * step + 0.3, y, (start + group) * step - 0.3, y, "axis")
         for i, (value, near) in enumerate(zip(values.tolist(), found.tolist())):
             x, y, at = (i + 0.5) * step, middle - HALF * value / largest, middle - HALF * near / largest
             svg.dot(x, at, 3.2, "sa")
-            svg.parts.append(f'<circle class="r0" cx="{num(x)}" cy="{num(y)}" r="4.2"/>')
+            svg.dot(x, y, 4.2, "r0")
     svg.height = 2 * ROW - 8
-    svg.legend(svg.height, [("sa", "rounded weight"), ("f0", "values that 4 bits can have: gray lines")])
     return svg
 
 
@@ -66,6 +64,7 @@ def make() -> str:
     )
     caption = (
         f"{NUM_WEIGHTS} weights of <code>tiny-dense</code>, rounded to 4 bits. Circles are the weights, dots "
-        "are what they become. In a group without a large weight the steps are narrow."
+        "are what they become. Grey lines: the values that 4 bits can have. In a group without a large "
+        "weight the steps are narrow."
     )
-    return figure(views(label, draw(values, WIDE), draw(values, NARROW)), caption)
+    return figure(draw(values).html("fluid", label), caption)

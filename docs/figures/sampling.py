@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from diptych.reference.sampler import draw as draw_tokens
@@ -13,6 +11,7 @@ from diptych.shared.sampling.logprobs import sort_descending
 from diptych.shared.sampling.noise import gumbel_noise
 from diptych.shared.types import SamplingBatchInfo, SamplingParams
 from docs.figures.blocks import Bar, bars, boxes
+from docs.figures.five_requests import EXACT
 from docs.figures.svg import slider
 
 QUESTION = "Read this story: Mara lives in Bergen. Mara works as a baker. Who is the nurse?"
@@ -20,23 +19,11 @@ TEMPERATURE, TOP_K, TOP_P = 2.0, 6, 0.35
 NUM_SHOWN, NUM_SEEDS = 8, 2000
 
 
-@dataclass
-class Row:
-    """A candidate. value: the length of its bar, of 1; mark: a line on it."""
-
-    token: str
-    value: float
-    text: str
-    is_kept: bool = True
-    is_drawn: bool = False
-    mark: float | None = None
-
-
 class Candidates:
     """The likeliest tokens behind a prompt. float32, so that they are the same everywhere."""
 
     def __init__(self) -> None:
-        llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", max_total_tokens=256)
+        llm = LLM("tiny-dense", **EXACT, max_total_tokens=256)
         sampler, seen = llm.assembly.parts.sampler, []
         sample = sampler.sample
 
@@ -70,26 +57,28 @@ class Candidates:
     def scaled(self, temperature: float) -> torch.Tensor:
         return scale(self.logits, self.logits.amax(dim=-1), torch.tensor([temperature]))
 
-    def probabilities(self, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> list[Row]:
-        """Those that the filters remove are not kept; probabilities are the ones before the filters."""
+    def probabilities(self, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> list[Bar]:
+        """Those that the filters remove are grey; probabilities are the ones before the filters."""
         scaled = self.scaled(temperature)
         keep = filter_mask(sort_descending(scaled)[0], self.info([0], temperature, top_k, top_p))[0]
         probs = scaled.softmax(-1)[0, self.ids].tolist()
         return [
-            Row(token, p, f"{p:.1%}".replace("%", " %"), bool(keep[rank]))
+            Bar(token, p, percents(p), *(("fb", "") if keep[rank] else ("f0", "s")))
             for rank, (token, p) in enumerate(zip(self.tokens, probs))
         ]
 
-    def with_noise(self, seed: int) -> list[Row]:
+    def with_noise(self, seed: int) -> list[Bar]:
         """log p + noise; the largest of the kept tokens is drawn."""
         scaled = self.scaled(TEMPERATURE)
         noise = gumbel_noise(torch.tensor([[seed]]), self.positions[:, None], self.ids[None])[0]
         sums = (scaled.log_softmax(-1)[0, self.ids] + noise).tolist()
         drawn = int(self.draws([seed])[0])
         rows = self.probabilities(TEMPERATURE, TOP_K, TOP_P)
-        for row, token_id, total in zip(rows, self.ids.tolist(), sums):
-            row.value, row.text = max(0.0, (total + 8) / 12), f"{total:+.2f}".replace("-", "−")
-            row.is_drawn = token_id == drawn
+        for i, (token_id, total) in enumerate(zip(self.ids.tolist(), sums)):
+            text = f"{total:+.2f}".replace("-", "−")
+            rows[i] = rows[i]._replace(share=max(0.0, (total + 8) / 12), text=text)
+            if token_id == drawn:
+                rows[i] = rows[i]._replace(cls="sb")
         return rows
 
     def draws(self, seeds: list[int]) -> torch.Tensor:
@@ -97,23 +86,27 @@ class Candidates:
         scaled, positions = self.scaled(TEMPERATURE), self.positions.expand(len(seeds))
         return draw_tokens(scaled.expand(len(seeds), -1), info, positions)
 
-    def shares(self) -> list[Row]:
+    def shares(self) -> list[Bar]:
         """How often each token is drawn, with its probability among the kept ones as a mark."""
         drawn = self.draws(list(range(NUM_SEEDS)))
         rows = self.probabilities(TEMPERATURE, TOP_K, TOP_P)
-        kept = sum(row.value for row in rows if row.is_kept)
-        for row, token_id in zip(rows, self.ids.tolist()):
-            row.mark = row.value / kept if row.is_kept else None
-            row.value = (drawn == token_id).float().mean().item()
-            row.text = f"{row.value:.1%}".replace("%", " %")
+        kept = sum(row.share for row in rows if not row.soft)
+        for i, (row, token_id) in enumerate(zip(rows, self.ids.tolist())):
+            share = (drawn == token_id).float().mean().item()
+            mark = None if row.soft else row.share / kept
+            rows[i] = row._replace(share=share, text=percents(share), mark=mark)
         return rows
 
 
-def longest_is_removed(rows: list[Row]) -> bool:
-    return not max(rows, key=lambda row: row.value).is_kept
+def percents(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
-def record() -> list[tuple[list[Row], str]]:
+def longest_is_removed(rows: list[Bar]) -> bool:
+    return bool(max(rows, key=lambda row: row.share).soft)
+
+
+def record() -> list[tuple[list[Bar], str]]:
     candidates = Candidates()
     noisy = {seed: candidates.with_noise(seed) for seed in range(100)}
     first = next(seed for seed, rows in noisy.items() if not longest_is_removed(rows))
@@ -151,28 +144,8 @@ def record() -> list[tuple[list[Row], str]]:
     ]
 
 
-def draw(rows: list[Row]) -> str:
-    """Grey: removed. Strong colour: drawn."""
-    return boxes(
-        bars(
-            (
-                Bar(
-                    row.token,
-                    row.value,
-                    row.text,
-                    "sb" if row.is_drawn else "fb" if row.is_kept else "f0",
-                    "" if row.is_kept else "s",
-                    row.mark,
-                )
-                for row in rows
-            ),
-            "m",
-        )
-    )
-
-
 def make() -> str:
-    steps = [(draw(rows), text) for rows, text in record()]
+    steps = [(boxes(bars(rows, "m")), text) for rows, text in record()]
     return slider(
         steps,
         f"The first token of an answer of <code>tiny-dense</code> to “{QUESTION}”, computed with the "

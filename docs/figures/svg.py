@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 WIDE, NARROW = 680, 340
-"""Widths of the two views in pixels. A phone shows the narrow one, so that text is not scaled down."""
+"""Widths of the two views of a picture that needs them. A phone shows the narrow one, so that text is not
+scaled down."""
 
 STYLES = Path(__file__).parents[1] / "stylesheets" / "figures.css"
 
@@ -18,38 +20,38 @@ HUES = ("a", "b", "c", "d", "e")
 
 @dataclass
 class Svg:
-    """One view. Coordinates are pixels from the upper left corner; the height grows with what is drawn."""
+    """A drawing. x and widths are percents of the width of the page, or pixels of a view with a
+    fixed `width`; y and heights are pixels. The height grows with what is drawn."""
 
-    width: int
+    width: int = 0
     height: float = 0
     parts: list[str] = field(default_factory=list)
 
+    def x(self, value: float) -> str:
+        return num(value) if self.width else f"{round(value, 2):g}%"
+
     def rect(self, x: float, y: float, width: float, height: float, cls: str, radius: float = 3) -> None:
-        size = f'width="{num(width)}" height="{num(height)}"'
+        size = f'width="{self.x(width)}" height="{num(height)}"'
         round_by = "" if radius == 3 else f' rx="{num(radius)}"'  # 3: by the stylesheet
-        self.parts.append(f'<rect class="{cls}" x="{num(x)}" y="{num(y)}" {size}{round_by}/>')
+        self.parts.append(f'<rect class="{cls}" x="{self.x(x)}" y="{num(y)}" {size}{round_by}/>')
         self.height = max(self.height, y + height + 1)
 
     def text(self, x: float, y: float, text: str, cls: str = "") -> None:
         """y: the baseline. Classes: m monospaced, s soft, b bold, mid and end for the anchor."""
         cls = f' class="{cls}"' if cls else ""
-        self.parts.append(f'<text{cls} x="{num(x)}" y="{num(y)}">{escape(text)}</text>')
+        self.parts.append(f'<text{cls} x="{self.x(x)}" y="{num(y)}">{escape(text)}</text>')
         self.height = max(self.height, y + 5)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, cls: str = "line") -> None:
-        self.strokes([(x1, y1, x2, y2)], cls)
-
-    def strokes(self, lines: list[tuple[float, float, float, float]], cls: str) -> None:
-        """Many lines as one element."""
-        steps = "".join(f"M{num(x1)} {num(y1)}L{num(x2)} {num(y2)}" for x1, y1, x2, y2 in lines)
-        self.parts.append(f'<path class="{cls}" d="{steps}"/>')
+        ends = f'x1="{self.x(x1)}" y1="{num(y1)}" x2="{self.x(x2)}" y2="{num(y2)}"'
+        self.parts.append(f'<line class="{cls}" {ends}/>')
 
     def path(self, points: list[tuple[float, float]], cls: str) -> None:
-        steps = "L".join(f"{num(x)} {num(y)}" for x, y in points)
-        self.parts.append(f'<path class="{cls}" d="M{steps}"/>')
+        for start, end in pairwise(points):
+            self.line(*start, *end, cls)
 
     def dot(self, x: float, y: float, radius: float, cls: str) -> None:
-        self.parts.append(f'<circle class="{cls}" cx="{num(x)}" cy="{num(y)}" r="{num(radius)}"/>')
+        self.parts.append(f'<circle class="{cls}" cx="{self.x(x)}" cy="{num(y)}" r="{num(radius)}"/>')
 
     def legend(self, y: float, entries: list[tuple[str, str]]) -> float:
         """Coloured squares (class, text) from left to right, in rows. Returns the next free y."""
@@ -68,11 +70,11 @@ class Svg:
         browsers also show under the pointer; the others are the description."""
         title, _, more = label.partition(". ")
         desc = f"<desc>{escape(more)}</desc>" if more else ""
-        return (
-            f'<svg class="{cls}" role="img" viewBox="0 0 {self.width} {num(self.height)}" '
-            f'width="{self.width}" height="{num(self.height)}" xmlns="http://www.w3.org/2000/svg">'
-            f"<title>{escape(title)}</title>{desc}" + "".join(self.parts) + "</svg>"
-        )
+        size = f'height="{num(self.height)}"'
+        if self.width:
+            size += f' viewBox="0 0 {self.width} {num(self.height)}" width="{self.width}"'
+        head = f'<svg class="{cls}" role="img" {size} xmlns="http://www.w3.org/2000/svg">'
+        return f"{head}<title>{escape(title)}</title>{desc}{''.join(self.parts)}</svg>"
 
 
 def standalone(svg: Svg, label: str) -> str:

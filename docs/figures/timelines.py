@@ -7,7 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from docs.figures.svg import NARROW, WIDE, Svg, figure, views
+from docs.figures.blocks import boxes, legend
+from docs.figures.svg import Svg, figure
 
 DATA = Path(__file__).parents[1] / "measurements" / "data"
 CPU_CLASSES = {
@@ -35,36 +36,36 @@ class Axis:
 
     def x(self, ms: float) -> float:
         inside = min(max(ms, self.start), self.end)
-        return (inside - self.start) / (self.end - self.start) * (self.svg.width - 1)
+        return 100 * (inside - self.start) / (self.end - self.start)
 
     def bars(self, y: float, height: float, bars: list[Bar]) -> None:
         for cls, start, end in bars:
             left, right = self.x(start), self.x(end)
-            if right - left > 0.3:
+            if right - left > 0.05:
                 self.svg.rect(left, y, right - left, height, cls, 1)
 
     def scale(self, y: float, step: float) -> float:
         """Ticks with their time since the start of the window. Returns the next free y."""
-        self.svg.line(0, y, self.svg.width - 1, y, "axis")
+        self.svg.line(0, y, 100, y, "axis")
         ms = 0.0
         while ms <= self.end - self.start:
             x = self.x(self.start + ms)
             self.svg.line(x, y, x, y + 5, "axis")
-            anchor = "" if ms == 0 else "end" if x > self.svg.width - 20 else "mid"
+            anchor = "" if ms == 0 else "end" if x > 96 else "mid"
             self.svg.text(x, y + 19, f"{ms:g} ms" if ms == 0 else f"{ms:g}", f"s {anchor}".strip())
             ms += step
         return y + 30
 
 
-def first_decode_steps(width: int, window: float = 15.5) -> Svg:
+def first_decode_steps(window: float = 15.5) -> Svg:
     """Normal against overlap, both on the same scale."""
-    svg, y = Svg(width), 14.0
-    titles = ("Normal: one after the other", "Overlap: the next batch is launched while this one runs")
+    svg, y = Svg(), 14.0
+    titles = ("Normal scheduling", "Overlap scheduling")
     for lag, (run, title) in enumerate(zip(load("overlap")["runs"], titles)):
         launches = [bar for bar in run["cpu"] if bar[0] == "launch"]
         start = launches[0][1] - 2.4
         axis = Axis(svg, start, start + window)
-        svg.text(0, y, title if width == WIDE else title.partition(":")[0], "h")
+        svg.text(0, y, title, "h")
         svg.text(0, y + 22, "CPU")
         cpu = y + 28
         axis.bars(cpu, 22, [(CPU_CLASSES[name], begin, end) for name, begin, end, *_ in run["cpu"]])
@@ -76,10 +77,8 @@ def first_decode_steps(width: int, window: float = 15.5) -> Svg:
         for launch, forward in zip(launches, passes):
             if forward[1] < axis.end:
                 middle = axis.x((launch[1] + launch[2]) / 2)
-                svg.path([(middle, cpu + 22), (max(axis.x(forward[1]), middle) + 1, gpu)], "la")
+                svg.path([(middle, cpu + 22), (max(axis.x(forward[1]), middle), gpu)], "la")
         y = axis.scale(gpu + 28, 5) + 22
-    entries = [("fa", "schedule, prepare"), ("sa", "launch"), ("r0", "wait"), ("fc", "process results")]
-    svg.legend(y - 18, [*entries, ("fb", "a step of the GPU"), ("fe", "the next step")])
     return svg
 
 
@@ -105,7 +104,9 @@ def overlap() -> str:
         f"<code>shared/timeline.py</code>. A line leads from a launch to its step. A step takes {before:.2f} "
         f"ms without overlap and {after:.2f} ms with it."
     )
-    return figure(views(label, first_decode_steps(WIDE), first_decode_steps(NARROW)), caption)
+    entries = [("fa", "schedule, prepare"), ("sa", "launch"), ("fc", "process results")]
+    steps = [("fb", "a step of the GPU"), ("fe", "the next step")]
+    return figure(first_decode_steps().html("fluid", label) + boxes(legend([*entries, *steps])), caption)
 
 
 def longest_pause(run: dict[str, Any]) -> tuple[float, float]:
@@ -113,9 +114,9 @@ def longest_pause(run: dict[str, Any]) -> tuple[float, float]:
     return max(pairwise(run["token_times"]), key=lambda pair: pair[1] - pair[0])
 
 
-def prompt_timeline(width: int) -> Svg:
+def prompt_timeline() -> Svg:
     runs = load("long-prompt")["runs"]
-    svg, y = Svg(width), 14.0
+    svg, y = Svg(), 14.0
     start = runs[0]["arrival"] - 12
     end = max(run["first_token"] for run in runs) + 24
     for run, title in zip(runs, ("Prompt computed whole", "In chunks of 512 tokens, mixed")):
@@ -127,17 +128,15 @@ def prompt_timeline(width: int) -> Svg:
         bars = [(classes[name], begin, stop - 0.8) for name, begin, stop, *_ in run["gpu"]]
         axis.bars(y + 28, 24, [bar for bar in bars if bar[2] > start])
         svg.text(0, y + 72, "Tokens of one decoding request")
-        ticks = [axis.x(time) for time in run["token_times"] if time < end]
-        svg.strokes([(x, y + 80, x, y + 96) for x in ticks], "lb")
+        for x in (axis.x(time) for time in run["token_times"] if time < end):
+            svg.line(x, y + 80, x, y + 96, "lb")
         left, right = longest_pause(run)
-        middle = min((axis.x(left) + axis.x(right)) / 2, width - 75)
-        svg.line(axis.x(left) + 2, y + 104, axis.x(right) - 2, y + 104, "ld")
+        middle = min((axis.x(left) + axis.x(right)) / 2, 78)
+        svg.line(axis.x(left), y + 104, axis.x(right), y + 104, "ld")
         svg.text(middle, y + 120, f"longest pause {right - left:.0f} ms", "mid")
         x = axis.x(run["first_token"])
         svg.line(x, y + 26, x, y + 98, "dash")
-        y = axis.scale(y + 132, 50 if width == WIDE else 100) + 22
-    entries = [("sb", "decode"), ("fc", "prompt tokens"), ("sd", "longest pause")]
-    svg.legend(y - 18, entries)
+        y = axis.scale(y + 132, 50) + 22
     return svg
 
 
@@ -155,4 +154,5 @@ def chunked_prefill() -> str:
         f"{waits[0]:.0f} ms after its arrival when it is computed whole, and {waits[1]:.0f} ms in chunks. "
         "Recorded by <code>shared/timeline.py</code>."
     )
-    return figure(views(label, prompt_timeline(WIDE), prompt_timeline(NARROW)), caption)
+    entries = legend([("sb", "decode"), ("fc", "prompt tokens"), ("sd", "longest pause")])
+    return figure(prompt_timeline().html("fluid", label) + boxes(entries), caption)

@@ -54,6 +54,7 @@ def measured(name: str, notes: Notes | None = None) -> str:
     align = "".join("r" if each else "l" for each in is_number)
     columns = [head.index(name) for name in of["bars"].split(" | ")] if "bars" in of else []
     most = max((number_of(row[i]) for row in cells for i in columns), default=0)
+    most = 100 if columns and str(cells[0][columns[0]]).endswith("%") else most
     for row in cells:
         for i in columns:
             share = f"--share:{100 * number_of(row[i]) / most:.1f}%"
