@@ -39,32 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(importlib.import_module("tests.gpu.session"))
 
 
+COUNT_FROZEN = gc.get_freeze_count
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _settings() -> Generator[None, None, None]:
+    """One fixture for all: pytest looks each one up in every test."""
     import torch
 
     torch.set_num_threads(1)  # the same order of summation on every computer
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _small_kv_pools() -> Generator[None, None, None]:
-    """Engines without `max_total_tokens` get a pool that is quickly filled with zeros and checked."""
     with pytest.MonkeyPatch.context() as patch:
+        # Engines without `max_total_tokens` get a pool that is quickly filled with zeros and checked.
         patch.setattr("diptych.shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
-        yield
+        # It visits all that is frozen, and `LLM.generate` calls it: with what `pytest_collection` froze, more
+        # than a million objects. Tests get the number that it returned once.
+        frozen = COUNT_FROZEN()
+        patch.setattr(gc, "get_freeze_count", lambda: frozen)
+        if not HAS_GPU and sys.platform == "linux":  # CUDA does not work in a forked process
+            # The other processes of an engine are forked from one that has imported what they need.
+            from tests.forked import FORKED
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_ranks() -> Generator[None, None, None]:
-    """The other processes of an engine are forked from one that has imported what they need."""
-    if HAS_GPU or sys.platform != "linux":  # CUDA does not work in a forked process
-        yield
-        return
-    from tests.forked import FORKED
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in FORKED.items():
-            patch.setattr(name, value)
+            for name, value in FORKED.items():
+                patch.setattr(name, value)
         yield
 
 
@@ -80,15 +76,10 @@ def spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.shared.engine.processes.child.multiprocessing", multiprocessing)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def count_frozen() -> Generator[Callable[[], int], None, None]:
-    """`gc.get_freeze_count`. It visits all that is frozen, and `LLM.generate` calls it: with what
-    `pytest_collection` froze, more than a million objects. Tests get the number that it returned once."""
-    count = gc.get_freeze_count
-    frozen = count()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", lambda: frozen)
-        yield count
+@pytest.fixture(scope="session")
+def count_frozen() -> Callable[[], int]:
+    """`gc.get_freeze_count` itself."""
+    return COUNT_FROZEN
 
 
 @pytest.fixture(autouse=True)

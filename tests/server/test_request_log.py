@@ -6,6 +6,8 @@ import asyncio
 import logging
 import re
 import urllib.request
+from typing import Any
+from unittest import TestCase
 
 import httpx
 import pytest
@@ -40,34 +42,39 @@ def get(path: str, request_id: bytes | None = None) -> httpx.Response:
     return asyncio.run(ask())
 
 
-def test_an_id_is_echoed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "diptych.server")
-    assert get("/a%0Ab", b"abc-1").headers["x-request-id"] == "abc-1"
-    assert caplog.messages[-1].startswith("GET /a%0Ab x-request-id=abc-1 200 ")
-    answer = get("/a")
-    new = answer.headers["x-request-id"]
-    assert re.fullmatch("req_[0-9a-f]{32}", new)
-    assert answer.headers["request-id"] == new != get("/a").headers["x-request-id"]
-    assert caplog.messages[-1].startswith("GET /a 200 ")
+def logged() -> Any:
+    return TestCase().assertLogs("diptych.server", logging.INFO)
+
+
+def test_an_id_is_echoed_and_logged() -> None:
+    with logged() as log:
+        assert get("/a%0Ab", b"abc-1").headers["x-request-id"] == "abc-1"
+        assert log.records[-1].getMessage().startswith("GET /a%0Ab x-request-id=abc-1 200 ")
+        answer = get("/a")
+        new = answer.headers["x-request-id"]
+        assert re.fullmatch("req_[0-9a-f]{32}", new)
+        assert answer.headers["request-id"] == new != get("/a").headers["x-request-id"]
+        assert log.records[-1].getMessage().startswith("GET /a 200 ")
 
 
 @pytest.mark.parametrize("wrong", [b"", b"a b", b"a" * 129, b"\x7f", "é".encode()])
-def test_an_invalid_id_is_ignored(wrong: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "diptych.server")
-    answer = get("/a", wrong)
+def test_an_invalid_id_is_ignored(wrong: bytes) -> None:
+    with logged() as log:
+        answer = get("/a", wrong)
     assert answer.status_code == 200
     assert answer.headers["x-request-id"].startswith("req_")
-    assert "x-request-id" not in caplog.text
+    assert "x-request-id" not in "".join(log.output)
 
 
-def test_a_defect_is_a_500_and_no_closed_connection(caplog: pytest.LogCaptureFixture) -> None:
-    answer = get("/defect", b"abc-1")
+def test_a_defect_is_a_500_and_no_closed_connection() -> None:
+    with logged() as log:
+        answer = get("/defect", b"abc-1")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error (KeyError)"
     assert answer.headers["x-request-id"] == answer.json()["request_id"] == "abc-1"
     assert "a prompt" not in answer.text
-    assert "Traceback" in caplog.text
-    assert "GET /defect x-request-id=abc-1" in caplog.text
+    assert "Traceback" in "".join(log.output)
+    assert "GET /defect x-request-id=abc-1" in "".join(log.output)
 
 
 def test_a_defect_within_a_stream_closes_the_connection() -> None:
