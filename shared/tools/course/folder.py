@@ -95,11 +95,6 @@ class CourseFolder:
             raise ValueError(f"no {file}: `diptych course start {self.path}` copies the missing skeletons")
         return file.read_text(encoding="utf-8")
 
-    def is_untouched(self, stage: Stage) -> bool:
-        """Whether the learner's file is the skeleton, or is missing."""
-        file = self.file_of(stage)
-        return not file.is_file() or file.read_text("utf-8") == skeleton_of(stage).read_text("utf-8")
-
     def states(self, stage: Stage) -> dict[str, State]:
         """name of the group -> state, in teaching order."""
         groups = self.grades.get(stage.number, {}).get("groups", {})

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
 
@@ -46,29 +46,6 @@ def moe_config(**overrides: Any) -> Qwen3MoeConfig:
         "router_aux_loss_coef": 0.01,
     }
     return Qwen3MoeConfig(**(_SHARED_SHAPE | shape | overrides))
-
-
-def hybrid_config(**overrides: Any) -> Qwen3_5TextConfig:
-    """About 3.7 M parameters: the dense model, whose layers 2 and 5 alone keep attention."""
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 448,
-        "full_attention_interval": 3,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": {
-            **_SHARED_SHAPE["rope_parameters"],
-            "partial_rotary_factor": 1.0,
-            "mrope_section": [11, 11, 10],
-            "mrope_interleaved": True,
-        },
-        "initializer_range": 0.05,
-    }
-    return Qwen3_5TextConfig(**(_SHARED_SHAPE | shape | overrides))
 
 
 def model_config(name: str, **overrides: Any) -> PretrainedConfig:

@@ -4,8 +4,7 @@
 from tests.docs.wrong_ideas import wrong_idea as W
 
 # fmt: off
-W("01", "a step replaces the rows of the step before", "rows", "rows-in-order",
-          "Are old rows replaced",
+W("01", "a step replaces the rows of the step before", "rows", "rows-in-order", "Are old rows replaced",
           (("return new.clone() if rows is None else torch.cat((rows, new))", "return new.clone()"),))
 W("01", "new rows go in front", "rows", "rows-in-order", "are the new ones in front",
           (("torch.cat((rows, new))", "torch.cat((new, rows))"),))
@@ -17,16 +16,13 @@ W("01", "one list for all layers", "rows", "rows-in-order", "several layers go i
 W("01", "a reference to the caller's tensor is enough", "rows", "rows-are-copies", "is no copy",
           (("new.clone() if", "new if"),))
 W("01", "a token counts once for each layer", "steps", "whole-tokens-count",
-          "each token has a row in every layer",
-          (("return min(0 if k is None else len(k) for k in self._k)",
+          "each token has a row in every layer", (("return min(0 if k is None else len(k) for k in self._k)",
             "return sum(0 if k is None else len(k) for k in self._k)"),))
 W("01", "every step computes the whole text", "steps", "new-tokens-follow-the-rows",
-          "only the tokens without rows",
-          (("start = self.num_tokens\n", "start = 0\n"),))
+          "only the tokens without rows", (("start = self.num_tokens\n", "start = 0\n"),))
 W("01", "a step computes the last token, the first one too", "steps", "new-tokens-follow-the-rows",
           "The first pass computes the whole prompt", (("start = self.num_tokens\n", "start = len(token_ids) - 1\n"),))
-W("01", "positions count the new tokens", "steps", "new-tokens-follow-the-rows",
-          "not how many are new",
+W("01", "positions count the new tokens", "steps", "new-tokens-follow-the-rows", "not how many are new",
           (("list(range(start, len(token_ids)))", "list(range(len(token_ids) - start))"),))
 W("01", "there is no need for a mask", "attention", "prompts-are-causal", "its successor",
           (("visible = visible.tril(num_rows - num_new)\n", "pass\n"),))
@@ -43,8 +39,7 @@ W("02", "take rows while there are some, then see", "rows", "rows-short", "Count
 W("02", "a freed row is the next one taken", "rows", "rows-first-in-first-out", "to its end",
           (("self._free_rows.append(row)", "self._free_rows.appendleft(row)"),))
 W("02", "moving slot by slot is the same", "store", "move-reads-before-it-writes",
-          "overwritten before it is read",
-          (("self._k[:, target_slots] = self._k[:, source_slots]",
+          "overwritten before it is read", (("self._k[:, target_slots] = self._k[:, source_slots]",
             "for t, s in zip(target_slots, source_slots):\n            self._k[:, t] = self._k[:, s]"),
            ("self._v[:, target_slots] = self._v[:, source_slots]",
             "for t, s in zip(target_slots, source_slots):\n            self._v[:, t] = self._v[:, s]")))
@@ -84,8 +79,7 @@ W("03", "pages enter the cache at the end", "many requests", "in-batch-prefix", 
             "                    requests.running.append(req)"),))
 W("03", "overdue requests end when they get a token", "admission", "waiting-timeout", "first of all",
           (("        requests.finish_overdue()\n", ""),))
-W("03", "a retraction is bad luck", "shortage", "reserves-more-after-a-retraction",
-          "too little was reserved",
+W("03", "a retraction is bad luck", "shortage", "reserves-more-after-a-retraction", "too little was reserved",
           (("        self.new_token_ratio.raise_after_retraction(requests.running)\n", ""),))
 W("03", "the ratio stays where it is", "shortage", "reserves-as-at-the-start-when-idle", "begins anew",
           (("            self.new_token_ratio.current = self.new_token_ratio.initial\n", "            pass\n"),))
