@@ -23,7 +23,7 @@ from diptych.optimized.kernels.attention.fp8 import for_pool, from_pool, kernel_
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, first_visible, scores_of, slots_at
 from diptych.optimized.kernels.attention.split_kv import (
     finish,
-    merge_ends,
+    merge_if_last,
     num_split_ctas,
     prefetch_tile,
     schedule_tiles,
@@ -150,11 +150,18 @@ def _decode_kernel(
                 workspace_ptr, acc, largest, sums, head, num_kv_heads, program, num_programs,
                 tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
-        merge_ends(
-            out_head, stride_out, sinks_ptr, counters_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-            request, tiles_start, tiles_end, first_request, first_start, first_end, run_start, run_end,
-            run_len, v_scale, GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
-        )  # fmt: skip
+            merge_if_last(
+                out_head + request * stride_out, sinks_ptr, counters_ptr + request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len, v_scale,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
+        if (first_start < run_start) & (first_end <= run_end):
+            merge_if_last(
+                out_head + first_request * stride_out, sinks_ptr,
+                counters_ptr + first_request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, first_start, first_end, run_len, v_scale,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
 
 
 class Tile(NamedTuple):

@@ -31,7 +31,7 @@ from diptych.optimized.kernels.attention.fp8_tiles import (
 from diptych.optimized.kernels.attention.paged_softmax import first_visible
 from diptych.optimized.kernels.attention.split_kv import (
     finish,
-    merge_ends,
+    merge_if_last,
     num_split_ctas,
     schedule_tiles,
     split_workspace,
@@ -174,11 +174,19 @@ def _fp8_decode_kernel(
             next_ptr, next_first, next_slots = third_ptr, third_first, third_slots
 
         tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
-        merge_ends(
-            out_head, stride_out, sinks_ptr, counters_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-            request, tiles_start, tiles_end, first_request, first_start, first_end, run_start, run_end,
-            run_len, v_scale, GROUP, HEAD_DIM, HEAD_DIM, MERGED_G, HAS_SINKS,
-        )  # fmt: skip
+        if tiles_end > run_end:
+            merge_if_last(
+                out_head + request * stride_out, sinks_ptr, counters_ptr + request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len, v_scale,
+                GROUP, HEAD_DIM, HEAD_DIM, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
+        if (first_start < run_start) & (first_end <= run_end):
+            merge_if_last(
+                out_head + first_request * stride_out, sinks_ptr,
+                counters_ptr + first_request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, first_start, first_end, run_len, v_scale,
+                GROUP, HEAD_DIM, HEAD_DIM, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
 
 
 def suits_fp8_kernel(q: torch.Tensor, k_buffer: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from diptych.optimized.kernels.attention.mla_small_batch import merge_and_projec
 from diptych.optimized.kernels.attention.paged_softmax import accumulate, capped, dot, slots_at
 from diptych.optimized.kernels.attention.split_kv import (
     finish,
-    merge_ends,
+    merge_if_last,
     num_split_ctas,
     schedule_tiles,
     split_sizes,
@@ -148,11 +148,18 @@ def _mla_decode_kernel(
                 workspace_ptr, acc, largest, total, group, num_groups, program, num_programs,
                 tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
-        if MERGES:
-            merge_ends(
-                out_group, stride_out, out_group, counters_ptr, workspace_ptr, group, num_groups,
-                num_programs, request, tiles_start, tiles_end, first_request, first_start, first_end,
-                run_start, run_end, run_len, v_scale, GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
+        if MERGES and tiles_end > run_end:
+            merge_if_last(
+                out_group + request * stride_out, out_group, counters_ptr + request * num_groups + group,
+                workspace_ptr, group, num_groups, num_programs, tiles_start, tiles_end, run_len, v_scale,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
+            )  # fmt: skip
+        if MERGES and (first_start < run_start) & (first_end <= run_end):
+            merge_if_last(
+                out_group + first_request * stride_out, out_group,
+                counters_ptr + first_request * num_groups + group,
+                workspace_ptr, group, num_groups, num_programs, first_start, first_end, run_len, v_scale,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
             )  # fmt: skip
 
 

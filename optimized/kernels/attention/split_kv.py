@@ -197,30 +197,6 @@ def merge_if_last(
         )  # fmt: skip
 
 
-@triton.jit
-def merge_ends(
-    out_ptr, stride_out, sinks_ptr, counters_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-    last_request, last_start, last_end, first_request, first_start, first_end, run_start, run_end, run_len,
-    v_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGED_G: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """`merge_if_last` for the requests of a run that other CTAs share: the one in which it ends, with the
-    tiles [last_start, last_end), and the one in which it begins. A loop: merging is most of a kernel's code,
-    and two copies compile 1.5 times as long."""
-    for end in tl.range(0, 2, num_stages=1):
-        begins_before = (first_start < run_start) & (first_end <= run_end)
-        if tl.where(end == 0, last_end > run_end, begins_before):
-            request = tl.where(end == 0, last_request, first_request)
-            tiles_start = tl.where(end == 0, last_start, first_start)
-            tiles_end = tl.where(end == 0, last_end, first_end)
-            merge_if_last(
-                out_ptr + request * stride_out, sinks_ptr, counters_ptr + request * num_kv_heads + head,
-                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len, v_scale,
-                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
-            )  # fmt: skip
-
-
 def num_split_ctas(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
     """The number of CTAs for each KV head: together they fill the GPU once, at most one per possible tile."""
     resident = per_sm * gpu_of(device).num_multiprocessors or INTERPRETED_CTAS
