@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.optimized.kernels.draft.ngram import draft_chains
 from diptych.optimized.speculative.ngram_lookup import NgramLookupDrafter
-from diptych.optimized.speculative.ngram_table import LONGEST, NgramTable, namespace_id
+from diptych.optimized.speculative.ngram_table import MULTIPLIERS, NgramTable
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
@@ -143,16 +144,37 @@ def test_a_known_continuation_is_not_replaced_by_its_beginning() -> None:
     assert drafts_after_another([2, 3], [2, 3, 4, 5, 6, 7], [2, 3, 4]) == [4, 5, 6, 7]
 
 
+def learn(table: NgramTable, ids: list[int]) -> None:
+    """Enter the runs of a request whose tokens these are."""
+    numbers = [torch.tensor([number]) for number in (0, len(ids) - 1, len(ids) - 1)]
+    table.learn(torch.tensor([ids]), torch.tensor([5]), *numbers, len(ids) - 1, torch.tensor(MULTIPLIERS))
+
+
+def followed(table: NgramTable, run: list[int]) -> list[int]:
+    """What the table has behind a run, the run itself not continued."""
+    numbers = [torch.tensor([number]) for number in (0, len(run) - 1)]
+    multipliers, num_drafts = torch.tensor(MULTIPLIERS), table.tokens.shape[1] - 8
+    token_ids, _, num_nodes = draft_chains(
+        torch.tensor([run]),
+        torch.tensor([5]),
+        *numbers,
+        len(run),
+        multipliers,
+        table.arrays,
+        num_drafts,
+        4,
+        99,
+    )
+    return token_ids[0, 1 : int(num_nodes)].tolist()
+
+
 def test_the_table_has_a_fixed_size_and_forgets_the_oldest() -> None:
     table = NgramTable(2, torch.device("cpu"), num_entries=16)
-    namespaces = torch.full((1,), namespace_id("a"))
     for first in range(40):
-        window = torch.arange(first, first + LONGEST + 2)[None]
-        table.learn(namespaces, window)
-        following, length = table.look_up(namespaces, window[:, :LONGEST])
-        assert (following.tolist(), int(length)) == ([[first + 8, first + 9]], 8)
-    assert len(table.tokens) == 17
-    found = [int(table.look_up(namespaces, torch.arange(i, i + LONGEST)[None])[1]) > 0 for i in range(40)]
+        learn(table, list(range(first, first + 10)))
+        assert followed(table, list(range(first, first + 8))) == [first + 8, first + 9]
+    assert len(table.tokens) == 16
+    found = [followed(table, list(range(i, i + 8))) != [] for i in range(40)]
     assert 1 <= sum(found) <= 16
     assert sum(found[:20]) < sum(found[20:])
 
@@ -160,10 +182,10 @@ def test_the_table_has_a_fixed_size_and_forgets_the_oldest() -> None:
 def test_entries_for_one_place_are_written_whole_and_in_order() -> None:
     """The last entry of one call for the same place stays, on any device."""
     table = NgramTable(2, torch.device("cpu"), num_entries=1)
-    windows = torch.arange(100)[:, None] + torch.arange(LONGEST + 2)
-    table.learn(torch.full((100,), 5), windows)
-    assert (int(table.namespaces[0]), int(table.stamps[0])) == (5, 300)
-    assert table.tokens[0].tolist() == windows[-1].tolist()
+    learn(table, list(range(98)))
+    # The newest of the 97 + 1 positions; of its three runs the longest, 8 tokens before the newest.
+    assert (int(table.namespaces[0]), int(table.stamps[0])) == (5, table.num_stamps) == (5, 3 * 98)
+    assert table.tokens[0].tolist() == [*range(89, 98), -1]
 
 
 @pytest.mark.full
