@@ -33,7 +33,7 @@ class NgramTable:
     """`continuation_len`: tokens kept behind a run."""
 
     def __init__(self, continuation_len: int, device: torch.device, num_entries: int = NUM_ENTRIES) -> None:
-        self.num_entries = num_entries
+        self.continuation_len = continuation_len
         self.namespaces = torch.zeros(num_entries, dtype=torch.int64, device=device)
         width = LONGEST.value + continuation_len
         self.tokens = torch.zeros(num_entries, width, dtype=torch.int32, device=device)

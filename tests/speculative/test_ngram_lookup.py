@@ -146,25 +146,18 @@ def test_a_known_continuation_is_not_replaced_by_its_beginning() -> None:
 
 def learn(table: NgramTable, ids: list[int]) -> None:
     """Enter the runs of a request whose tokens these are."""
-    numbers = [torch.tensor([number]) for number in (0, len(ids) - 1, len(ids) - 1)]
-    table.learn(torch.tensor([ids]), torch.tensor([5]), *numbers, len(ids) - 1, torch.tensor(MULTIPLIERS))
+    row, last = torch.tensor([0]), torch.tensor([len(ids) - 1])
+    multipliers = torch.tensor(MULTIPLIERS)
+    table.learn(torch.tensor([ids]), torch.tensor([5]), row, last, last, len(ids) - 1, multipliers)
 
 
 def followed(table: NgramTable, run: list[int]) -> list[int]:
     """What the table has behind a run, the run itself not continued."""
-    numbers = [torch.tensor([number]) for number in (0, len(run) - 1)]
-    multipliers, num_drafts = torch.tensor(MULTIPLIERS), table.tokens.shape[1] - 8
+    row, last = torch.tensor([0]), torch.tensor([len(run) - 1])
     token_ids, _, num_nodes = draft_chains(
-        torch.tensor([run]),
-        torch.tensor([5]),
-        *numbers,
-        len(run),
-        multipliers,
-        table.arrays,
-        num_drafts,
-        4,
-        99,
-    )
+        torch.tensor([run]), torch.tensor([5]), row, last, len(run), torch.tensor(MULTIPLIERS),
+        table.arrays, table.continuation_len, 1 + table.continuation_len, 99,
+    )  # fmt: skip
     return token_ids[0, 1 : int(num_nodes)].tolist()
 
 
