@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.optimized.kernels.draft.ngram import draft_chains
+from diptych.optimized.kernels.draft.draft_ngram import draft_chains
 from diptych.optimized.speculative.ngram_table import MULTIPLIERS, NgramTable, namespace_id
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from diptych.optimized.kernels.draft.ngram import LONGEST, enter_runs
+from diptych.optimized.kernels.draft.draft_ngram import LONGEST, enter_runs
 
 NUM_ENTRIES = 1 << 19  # about 170,000 tokens; 80 bytes each with continuations of 8 tokens
 MULTIPLIERS = (  # odd, for the hash: of the namespace and of each token of a run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.optimized.kernels.draft.ngram import draft_chains
+from diptych.optimized.kernels.draft.draft_ngram import draft_chains
 from diptych.optimized.speculative.ngram_lookup import NgramLookupDrafter
 from diptych.optimized.speculative.ngram_table import MULTIPLIERS, NgramTable
 from diptych.shared import registry

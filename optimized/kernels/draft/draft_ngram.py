@@ -3,9 +3,9 @@
 Roofline bound: a launch each. A round reads the tokens of each request once, 8 bytes each, and a few entries
 of 80 bytes.
 
-An entry's place is a hash of its namespace and its run. Several programs may have an entry for one place: the
-first launch leaves the largest of their stamps there, and in the second one the program whose stamp it is
-writes, so that the same tokens make the same table.
+An entry's place is a hash of its namespace and its run. Several CTAs may have an entry for one place: the first
+launch leaves the largest of their stamps there, and in the second one the CTA whose stamp it is writes, so that
+the same tokens make the same table.
 """
 
 from __future__ import annotations
@@ -136,16 +136,33 @@ def _match_kernel(
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
     matches = positions < seq_len
     lens = tl.zeros([BLOCK], dtype=tl.int64)
-    # --8<-- [start:ngram-match]
     for back in tl.static_range(LONGEST):
         wanted = tl.load(row + tl.maximum(seq_len - back, 0))
         earlier = tl.load(row + positions - back, mask=matches & (positions >= back), other=-1)
         matches = where_flag(matches & (earlier == wanted), seq_len >= back)
         lens += matches.to(tl.int64)
     best = tl.max(tl.where(lens > 0, lens << 32 | positions.to(tl.int64), 0), axis=0)
-    # --8<-- [end:ngram-match]
     if best > 0:
         tl.atomic_max(best_ptr + request, best)
+
+
+@triton.jit
+def _longest_run(
+    row, seq_len, namespace, multipliers_ptr, table_ptr, namespaces_ptr, num_entries,
+    NUM_FOLLOWING: tl.constexpr,
+):  # fmt: skip
+    """The length of the longest run in the table with which a request ends, 0: none, and where the tokens
+    that followed it are."""
+    WIDTH: tl.constexpr = LONGEST + NUM_FOLLOWING
+    newest = seq_len + tl.arange(0, 1)
+    length, place = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
+    for i in tl.static_range(LENS):
+        runs, is_known, places = _runs_of(row, newest, namespace, multipliers_ptr, num_entries, 2 << i)
+        is_found = _is_entry(table_ptr, namespaces_ptr, places, runs, namespace, is_known, WIDTH)
+        is_longer = tl.max(is_found.to(tl.int32), axis=0) > 0
+        length = tl.where(is_longer, 2 << i, length)
+        place = tl.where(is_longer, tl.max(places, axis=0), place)
+    return length, table_ptr + place * WIDTH + LONGEST
 
 
 @triton.jit(do_not_specialize=["num_token_ids", "num_entries", "stride_row"])
@@ -172,19 +189,12 @@ def _draft_kernel(
     )
     if HAS_TABLE:
         namespace = tl.load(row_namespaces_ptr + row_index)
-        width: tl.constexpr = LONGEST + NUM_FOLLOWING
-        newest = seq_len + tl.arange(0, 1)
-        shared_len, place = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
-        for i in tl.static_range(LENS):
-            runs, is_known, places = _runs_of(row, newest, namespace, multipliers_ptr, num_entries, 2 << i)
-            is_found = _is_entry(table_ptr, namespaces_ptr, places, runs, namespace, is_known, width)
-            is_run = tl.max(is_found.to(tl.int32), axis=0) > 0
-            shared_len = tl.where(is_run, 2 << i, shared_len)
-            place = tl.where(is_run, tl.max(places, axis=0), place)
+        shared_len, behind = _longest_run(
+            row, seq_len, namespace, multipliers_ptr, table_ptr, namespaces_ptr, num_entries, NUM_FOLLOWING
+        )
         is_longer = shared_len > match_len  # at equal lengths the request's own
-        behind = table_ptr + place * width + LONGEST + steps
-        others = tl.load(behind, mask=where_flag(steps < NUM_DRAFTS, is_longer), other=-1).to(tl.int64)
-        drafts = tl.where(is_longer, others, drafts)
+        others = tl.load(behind + steps, mask=where_flag(steps < NUM_DRAFTS, is_longer), other=-1)
+        drafts = tl.where(is_longer, others.to(tl.int64), drafts)
     # A prompt may have ids that cannot be drafted: they end the chain.
     is_token = (drafts >= 0) & (drafts < num_token_ids) & (steps < NUM_DRAFTS)
     num_drafts = tl.min(tl.where(is_token, BLOCK, steps), axis=0)
