@@ -3,9 +3,9 @@
 Roofline bound: a launch each. A round reads the tokens of each request once, 8 bytes each, and a few entries
 of 80 bytes.
 
-An entry's place is a hash of its namespace and its run. Several CTAs may have an entry for one place: the first
-launch leaves the largest of their stamps there, and in the second one the CTA whose stamp it is writes, so that
-the same tokens make the same table.
+An entry's place is a hash of its namespace and its run. Several CTAs may have an entry for one place: the
+first launch leaves the largest of their stamps there, and in the second one the CTA whose stamp it is writes,
+so that the same tokens make the same table.
 """
 
 from __future__ import annotations
@@ -180,23 +180,22 @@ def _draft_kernel(
     best = tl.load(best_ptr + request)
     match_len, end = (best >> 32).to(tl.int32), best.to(tl.int32)
     steps = tl.arange(0, BLOCK)
+    in_chain = steps < NUM_DRAFTS
     # --8<-- [start:ngram-lookup]
     # The tokens that followed, up to the newest token, then the same again, as for an
     # ongoing repetition.
     period = tl.maximum(seq_len - end, 1)
-    drafts = tl.load(
-        row + end + 1 + steps % period, mask=where_flag(steps < NUM_DRAFTS, match_len > 0), other=-1
-    )
+    drafts = tl.load(row + end + 1 + steps % period, mask=where_flag(in_chain, match_len > 0), other=-1)
     if HAS_TABLE:
         namespace = tl.load(row_namespaces_ptr + row_index)
         shared_len, behind = _longest_run(
             row, seq_len, namespace, multipliers_ptr, table_ptr, namespaces_ptr, num_entries, NUM_FOLLOWING
         )
         is_longer = shared_len > match_len  # at equal lengths the request's own
-        others = tl.load(behind + steps, mask=where_flag(steps < NUM_DRAFTS, is_longer), other=-1)
+        others = tl.load(behind + steps, mask=where_flag(in_chain, is_longer), other=-1)
         drafts = tl.where(is_longer, others.to(tl.int64), drafts)
     # A prompt may have ids that cannot be drafted: they end the chain.
-    is_token = (drafts >= 0) & (drafts < num_token_ids) & (steps < NUM_DRAFTS)
+    is_token = (drafts >= 0) & (drafts < num_token_ids) & in_chain
     num_drafts = tl.min(tl.where(is_token, BLOCK, steps), axis=0)
     # --8<-- [end:ngram-lookup]
     is_node = steps < num_drafts
