@@ -103,8 +103,8 @@ def run_function(like: str, library: str, function: Callable[..., Any], seed: in
 
 
 def run_own(like: str, seed: int) -> Alarms:
-    """The kernel that is timed beside a function, which has the inputs of its problem. That of `verify` accepts
-    drafts that equal samples of the target: as seldom as a function that is wrong for what the check asks."""
+    """The kernel that is timed beside a function, which has the inputs of its problem. That of `verify`
+    accepts drafts that equal samples of the target: more seldom than the check asks."""
     convention, cases, refused, alarms = convention_of(like, "torch"), cases_of(like, 0), 0, []
     for case in cases:
         problem, _ = problems_of(LIKES[like], convention, case, seed)
