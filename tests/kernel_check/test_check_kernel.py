@@ -232,8 +232,8 @@ def test_the_list_has_every_convention() -> None:
 
 
 def test_a_case_that_fails_is_on_the_page() -> None:
-    like, function, _ = WRONG["last token"]
-    report = check(like, "torch", function)
+    wrong = WRONG["last token"]
+    report = check(wrong.where, "torch", wrong.planted)
     page = render(report)
     assert "the last token is not seen" in page
     assert "cases fail" in page

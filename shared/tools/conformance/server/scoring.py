@@ -123,8 +123,9 @@ def _by_prefixes(context: Context, prompt: Sequence[int]) -> Scored:
     "An error here and not in scoring.prompt is an error of decode: positions, pages, batches.",
 )
 def continuation_scores(context: Context) -> Finding:
-    if not context.offers.generated_ids:
-        return Finding("not offered", context.offers.reason("generated_ids"))
+    for needed in ("completion_logprobs", "generated_ids"):
+        if not getattr(context.offers, needed):
+            return Finding("not offered", context.offers.reason(needed))
     texts = []
     for prompt, answer in answers(context):
         text = [*prompt, *(answer.token_ids or ())]
