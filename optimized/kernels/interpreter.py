@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels without a GPU, for tests: made faster, and its sums the same everywhere.
+"""Triton's interpreter, which runs kernels without a GPU, for tests: made faster, and alike on all CPUs.
 
 numpy computes an operation on a block in microseconds. Most of the interpreter's time goes to what it does
 around each operation: it patches the language, and makes shapes and types that it has made before. Here it
