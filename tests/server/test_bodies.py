@@ -16,7 +16,7 @@ from diptych.shared.server.http.limits import MAX_BODY_BYTES, MAX_MARKS
 from tests.properties import given, settings, st
 from tests.server.in_process import FakeClient, Lag, client_of, make_app
 
-MAX_LAG = 0.05
+MAX_LAG = 0.1
 MAX_ERROR_BYTES = 1024
 HEADERS = {"Content-Type": "application/json"}
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
