@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from diptych.optimized.kernels.draft.draft_ngram import draft_chains
+from diptych.optimized.kernels.portable import INTERPRETED
 from diptych.optimized.speculative.ngram_table import MULTIPLIERS, NgramTable, namespace_id
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
@@ -31,6 +32,11 @@ class NgramLookupDrafter(interface.Drafter):
     runs_ahead = True
 
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        if parts.device.type != "cuda" and not INTERPRETED:
+            raise ValueError(
+                f"device {parts.device.type} is not supported: n-gram drafts of the optimized panel are for "
+                "cuda, and for others in Triton's interpreter (TRITON_INTERPRET=1)"
+            )
         self.device = parts.device
         self.draft_tree = parts.component("draft_tree")()
         self.num_token_ids = parts.num_token_ids

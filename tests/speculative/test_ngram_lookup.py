@@ -181,6 +181,19 @@ def test_entries_for_one_place_are_written_whole_and_in_order() -> None:
     assert table.tokens[0].tolist() == [*range(89, 98), -1]
 
 
+def test_stamps_may_pass_32_bits() -> None:
+    table = NgramTable(2, torch.device("cpu"), num_entries=1)
+    table.num_stamps = 2**31 - 5
+    learn(table, list(range(9)))
+    assert int(table.stamps[0]) == table.num_stamps == 2**31 - 5 + 3 * 9
+
+
+def test_a_cpu_is_refused_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.optimized.speculative.ngram_lookup.INTERPRETED", False)
+    with pytest.raises(ValueError, match="device cpu is not supported: n-gram drafts"):
+        drafter_for()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [{"speculative_topk": 1}, {}])
 def test_answers_are_the_references(shape: dict[str, Any]) -> None:

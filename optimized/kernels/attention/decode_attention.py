@@ -194,7 +194,8 @@ def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
 
 def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> int:
     """Bytes of a CTA, an upper bound. A read of K waits for a read of its slot: 3 stages hold one tile of K
-    and V, 5 stages two, 7 stages three. From 64 query heads on, Hopper's GEMM instruction (wgmma) reads K, V
+    and V, 5 stages two, 7 stages three. With rows of q of more than 512 bytes 3 stages hold q once more, as
+    compiled kernels show. From 64 query heads on, Hopper's GEMM instruction (wgmma) reads K, V
     and q where they are in shared memory: a tile for every stage but one."""
     is_wgmma = block_g >= 64 and gpu.capability[0] == 9
     tiles_in_flight = (tile.num_stages - 1) // (1 if is_wgmma else 2)

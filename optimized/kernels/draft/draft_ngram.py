@@ -48,10 +48,13 @@ def _is_entry(table_ptr, namespaces_ptr, places, runs, namespace, mask, WIDTH: t
     return is_same & (tl.load(namespaces_ptr + places, mask=mask, other=0) == namespace)
 
 
-@triton.jit(do_not_specialize=["first_stamp", "num_entries", "most", "width", "stride_row"])
+@triton.jit(
+    do_not_specialize=["first_stamp", "num_entries", "most", "width", "stride_row"],
+    do_not_specialize_on_alignment=list(range(9)),
+)
 def _enter_kernel(
     tokens_ptr, row_namespaces_ptr, rows_ptr, ends_ptr, new_lens_ptr, multipliers_ptr,
-    table_ptr, namespaces_ptr, stamps_ptr, first_stamp, num_entries, most, width, stride_row,
+    table_ptr, namespaces_ptr, stamps_ptr, first_stamp: tl.int64, num_entries, most, width, stride_row,
     NUM_FOLLOWING: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = LONGEST + NUM_FOLLOWING
@@ -124,7 +127,7 @@ def enter_runs(
     return len(rows) * most * LENS.value
 
 
-@triton.jit(do_not_specialize=["stride_row"])
+@triton.jit(do_not_specialize=["stride_row"], do_not_specialize_on_alignment=list(range(4)))
 def _match_kernel(
     tokens_ptr, rows_ptr, seq_lens_ptr, best_ptr, stride_row, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -165,7 +168,10 @@ def _longest_run(
     return length, table_ptr + place * WIDTH + LONGEST
 
 
-@triton.jit(do_not_specialize=["num_token_ids", "num_entries", "stride_row"])
+@triton.jit(
+    do_not_specialize=["num_token_ids", "num_entries", "stride_row"],
+    do_not_specialize_on_alignment=list(range(11)),
+)
 def _draft_kernel(
     tokens_ptr, row_namespaces_ptr, rows_ptr, seq_lens_ptr, best_ptr, multipliers_ptr,
     table_ptr, namespaces_ptr, token_ids_ptr, parents_ptr, num_nodes_ptr,
