@@ -17,8 +17,8 @@ from tests.properties import given, settings, st
 from tests.server.in_process import FakeClient, Lag, client_of, make_app
 
 MAX_LAG = 0.1
-"""Seconds. The longest was 0.052, on slow cores beside two other workers; a body that is parsed again for each
-of its parts takes seconds."""
+"""Seconds. The longest was 0.052, on slow cores beside two other workers; a body that is parsed again for
+each of its parts takes seconds."""
 MAX_ERROR_BYTES = 1024
 HEADERS = {"Content-Type": "application/json"}
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
