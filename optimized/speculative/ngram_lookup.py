@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from diptych.optimized.kernels.draft.draft_ngram import draft_chains
-from diptych.optimized.kernels.portable import INTERPRETED
 from diptych.optimized.speculative.ngram_table import MULTIPLIERS, NgramTable, namespace_id
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
 from diptych.shared.interfaces import drafter as interface
@@ -32,7 +32,7 @@ class NgramLookupDrafter(interface.Drafter):
     runs_ahead = True
 
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
-        if parts.device.type != "cuda" and not INTERPRETED:
+        if not registry.runs_triton(parts.device.type):
             raise ValueError(
                 f"device {parts.device.type} is not supported: n-gram drafts of the optimized panel are for "
                 "cuda, and for others in Triton's interpreter (TRITON_INTERPRET=1)"
@@ -73,15 +73,17 @@ class NgramLookupDrafter(interface.Drafter):
         self.tokens[fb.req_pool_indices, self._clamped(ends)] = next_token_ids
         if self.table is not None:
             most_new = max(fb.extend_seq_lens_cpu, default=0)
-            self.table.learn(
-                self.tokens,
-                self.namespaces,
-                fb.req_pool_indices,
-                ends,
-                fb.extend_seq_lens,
-                most_new,
-                self.multipliers,
-            )
+            self._learn(self.table, fb.req_pool_indices, ends, fb.extend_seq_lens, most_new)
+
+    def _learn(
+        self,
+        table: NgramTable,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        new_lens: torch.Tensor,
+        most_new: int,
+    ) -> None:
+        table.learn(self.tokens, self.namespaces, rows, ends, new_lens, most_new, self.multipliers)
 
     def _fill_prefixes(self, reqs: Sequence[Req], batch: ForwardBatch) -> None:
         """Copy the tokens of cached prefixes, which the target did not compute."""
@@ -101,21 +103,32 @@ class NgramLookupDrafter(interface.Drafter):
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         rows, seq_lens = batch.req_pool_indices, self._clamped(batch.seq_lens)
         self.tokens[rows, seq_lens] = batch.root_ids
-        tree: DraftTree = self.draft_tree.from_parents(
-            *draft_chains(
-                self.tokens,
-                self.namespaces,
-                rows,
-                seq_lens,
-                min(max(batch.seq_lens_cpu, default=0) + 1, self.tokens.shape[1]),
-                self.multipliers,
-                None if self.table is None else self.table.arrays,
-                num_drafts=min(shape.num_steps, shape.num_draft_tokens - 1),
-                num_nodes=shape.num_draft_tokens,
-                num_token_ids=self.num_token_ids,
-            )
-        )
+        max_len = min(max(batch.seq_lens_cpu, default=0) + 1, self.tokens.shape[1])
+        tree: DraftTree = self.draft_tree.from_parents(*self._chains(rows, seq_lens, max_len, shape))
         return tree
+
+    def _chains(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int, shape: DraftShape
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return draft_chains(
+            self.tokens,
+            self.namespaces,
+            rows,
+            seq_lens,
+            max_len,
+            self.multipliers,
+            None if self.table is None else self.table.arrays,
+            num_drafts=min(shape.num_steps, shape.num_draft_tokens - 1),
+            num_nodes=shape.num_draft_tokens,
+            num_token_ids=self.num_token_ids,
+        )
+
+    @torch.inference_mode()
+    def rehearse(self, shape: DraftShape) -> None:
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if self.table is not None:
+            self._learn(self.table, row, row, row, 0)  # no token is new: nothing is entered
+        self._chains(row, row, 1, shape)
 
     def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions clamped to the context; tokens beyond it are not kept."""

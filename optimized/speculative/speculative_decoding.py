@@ -69,8 +69,8 @@ class SpeculativeDecoding(PlainDecoding):
 
     @torch.inference_mode()
     def rehearse(self, config: EngineConfig) -> None:
-        """Link and accept an example of each size of trees, and move each number of slots, in
-        `compile_ahead`: these kernels run between graphs."""
+        """Link and accept an example of each size of trees, draft one, and move each number of slots,
+        in `compile_ahead`: these kernels run between graphs."""
         draft_tree, kv_pool = self.parts.draft_tree, self.parts.kv_pool
         assert draft_tree is not None
         assert kv_pool is not None
@@ -78,6 +78,7 @@ class SpeculativeDecoding(PlainDecoding):
             zeros = torch.zeros(1, shape.num_draft_tokens, dtype=torch.int64, device=self.device)
             tree = draft_tree.from_parents(zeros, zeros - 1, zeros[:, 0] + 1)
             draft_tree.accept(tree, zeros, max_kept(shape) - 1)
+            self.drafter.rehearse(shape)
         for num_bits in range(9 if self.acceptance.largest.top_k > 1 else 0):
             slots = torch.zeros(2**num_bits, dtype=torch.int64, device=self.device)
             kv_pool.move(slots, slots)

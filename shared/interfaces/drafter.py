@@ -104,6 +104,11 @@ class Drafter(ABC):
 
         The tree is valid until the drafter is called again, which may overwrite its tensors."""
 
+    def rehearse(self, shape: DraftShape) -> None:  # noqa: B027 - graphs may hold all that it launches
+        """Called after `allocate`, for each shape that `draft` may get, where kernels are compiled ahead:
+        launch once whatever `extend` and `draft` launch outside of CUDA graphs. No request's state changes;
+        results mean nothing."""
+
     def forget(self, req: Req) -> None:  # noqa: B027 - there may be nothing to forget
         """The request has ended or was retracted: drop what is kept under its rid. May be called for a
         request that was never extended."""

@@ -110,7 +110,7 @@ def run(routing_logits, hidden_states, hidden_states_scale, gemm1_weights, gemm1
 EXPERTS_OF_LIBRARY = """
 def run(names):
     choice
-    out = torch.zeros(len(hidden_states), gemm2_weights.shape[1])
+    out = torch.zeros(len(hidden_states), gemm2_weights.shape[1], device=hidden_states.device)
     for e in range(len(gemm1_weights)):
         for rows, k in (best == e).nonzero().tolist():
             w, x = weights[rows, k], hidden_states[rows].float()

@@ -47,7 +47,9 @@ class Mtp(nn.Module):
         n = x.shape[1]
         positions = torch.arange(n)[None]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
-        out = self.layers[0](x, rotary(x, positions), attention_mask=mask, position_ids=positions)
+        out = self.layers[0](
+            x, rotary(x, positions.expand(3, 1, -1)), attention_mask=mask, position_ids=positions
+        )
         found: torch.Tensor = self.norm(out)[0]
         return found
 
