@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ from diptych.shared.types import FinishAbort, FinishError, FinishLength, Req, Sa
 from tests.parallel.tiny_ranks import answers, make_config, requests
 from tests.planted import Bug, Bugs
 
+STALL = 8.0
+"""Seconds for which the first replica is held in a step, if nothing lets it go on."""
+SECONDS = 6.0
+"""Time limit of a wait for ends, which come within some tenths of a second."""
 POLICIES = ("round-robin", "least-requests", "least-tokens")
 
 
@@ -71,7 +77,14 @@ def test_a_planted_bug_chooses_another(bug: Bug) -> bool:
     return any(bug.plant(*given) != expected for *given, expected in CHOICES)
 
 
-def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Controller]:
+def _serve(*arguments: Any) -> None:
+    with contextlib.suppress(OSError):  # it is ended while it works
+        serve_calls(*arguments)
+
+
+def in_threads(
+    config: EngineConfig, num_replicas: int, controller: type[Controller] = Controller
+) -> tuple[Assembly, Controller]:
     """A controller whose other replicas are threads of this process."""
     config = config.updated(dp=num_replicas)
     others, sizes = [], []
@@ -83,11 +96,11 @@ def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Contr
         inbox.start(assembly.parts.allocator.size)
         sizes.append(others[-1].next_message(10))
         threading.Thread(
-            target=serve_calls, args=(assembly.scheduler, assembly.grammars, inbox), daemon=True
+            target=_serve, args=(assembly.scheduler, assembly.grammars, inbox), daemon=True
         ).start()
     assembly = assemble(config_of_replica(config, 0))
     config = assembly.config.updated(dp=num_replicas)
-    return assembly, controlled(Controller, config, assembly, others, sizes)
+    return assembly, controlled(controller, config, assembly, others, sizes)
 
 
 def finish(controller: Controller, reqs: list[Req]) -> dict[str, list[StepOutput]]:
@@ -256,39 +269,95 @@ def test_an_error_in_the_first_replica_ends_it_alone(
     assert "1 replicas are left" in capfd.readouterr().err
 
 
-def test_the_others_answer_while_the_first_replica_is_stalled(folders: dict[str, str]) -> None:
-    """And when another one ends meanwhile."""
-    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 3)
-    first, goes_on = controller.scheduler, threading.Event()
-    step = first.step
+CONTROLLER = "shared.engine.processes.replicas"
+CONTROLLER_BUGS = Bugs("controller of replicas")
+for _name, _before, _after, _finder in (
+    ("waits for the first replica", "ready = readable(self.working, POLL_SECONDS)\n", "ready = [self.replicas[0]]\n",
+     "the others answer while the first replica is in a step"),
+    ("steps only when the first replica has", "ready = readable(self.working, POLL_SECONDS)\n",
+     "ready = readable(self.replicas[:1], POLL_SECONDS)\n", "the others answer while the first replica is in a step"),
+    ("ends with any replica", "if self.num_replicas == 0:", "if self.num_replicas < len(self.replicas):",
+     "the others live on"),
+    ("no ends for the requests of a lost replica", "for rid in load.num_tokens]", "for rid in load.num_tokens][:0]",
+     "every request ends"),
+    ("a lost replica is chosen", "self.loads, self._last, self.lost)", "self.loads, self._last)",
+     "later requests go to the others"),
+    ("a lost replica counts in the statistics", "for replica in self.lost:", "for replica in ():",
+     "statistics without the lost replica"),
+):  # fmt: skip
+    CONTROLLER_BUGS.words(_name, f"{CONTROLLER}:Controller", (CONTROLLER, _before, _after), finder=_finder)
 
-    def stalled() -> list[StepOutput]:
-        assert goes_on.wait(60)
-        return step()
 
-    first.step = stalled  # type: ignore[method-assign]
-    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    for rid in "abcdef":
-        controller.add_request(Req(rid, [1, 2, 3], params, 0))
-    ends: dict[str, Any] = {}
+class Watched:
+    """Three replicas, the first of which is held in a step, and the requests that have ended."""
 
-    def step_until(*rids: str) -> None:
-        while not ends.keys() >= set(rids):
-            ends.update({o.rid: o.finished_reason for o in controller.step() if o.finished_reason})
+    def __init__(self, folder: str, controller: type[Controller]) -> None:
+        self.goes_on, self.is_held = threading.Event(), True
+        _, self.controller = in_threads(make_config(folder, dp_policy="round-robin"), 3, controller)
+        step = self.controller.scheduler.step
 
-    step_until("b", "c", "e", "f")
-    controller.replicas[1].end()
-    for rid in "ghi":
-        controller.add_request(Req(rid, [1, 2, 3], params, 0))
-    assert controller.replica_of["g"] == 0
-    while controller.num_replicas == 3:
-        controller.step()
-    step_until("i")
-    assert sorted(ends) == ["b", "c", "e", "f", "i"]
-    assert sorted(controller.replica_of) == ["a", "d", "g"]
-    goes_on.set()
-    step_until("a", "d", "g")
-    assert set(ends.values()) == {FinishLength(3)}
+        def stalled() -> list[StepOutput]:
+            self.goes_on.wait(STALL)
+            self.is_held = False
+            return step()
+
+        self.controller.scheduler.step = stalled  # type: ignore[method-assign]
+        self.ends: dict[str, Any] = {}
+
+    def add(self, rids: str, num_tokens: int = 3) -> None:
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        for rid in rids:
+            self.controller.add_request(Req(rid, [1, 2, 3], params, 0))
+
+    def reach(self, rids: str) -> bool:
+        """Steps until these requests have ended, for some seconds at most."""
+        limit = time.monotonic() + SECONDS
+        while not self.ends.keys() >= set(rids) and time.monotonic() < limit:
+            self.step()
+        return self.ends.keys() >= set(rids)
+
+    def step(self) -> None:
+        for output in self.controller.step():
+            if output.finished_reason:
+                self.ends[output.rid] = output.finished_reason
+
+
+def failures(folder: str, controller: type[Controller]) -> Iterator[str]:
+    """What a controller does wrong while its first replica is in a long step and another one ends."""
+    watched = Watched(folder, controller)
+    try:
+        watched.add("abcdef")  # a and d are of replica 0, b and e of 1, c and f of 2
+        if not watched.reach("bcef") or not watched.is_held:
+            yield "the others answer while the first replica is in a step"
+            return
+        watched.add("ghi", num_tokens=100)
+        stats = watched.controller._stats
+        while stats[1].num_running == 0:  # as reported
+            watched.step()
+        watched.controller.replicas[1].end()
+        if not watched.reach("hi"):
+            yield "every request ends"
+            return
+        if not isinstance(watched.ends["h"], FinishError) or watched.ends["i"] != FinishLength(100):
+            yield "only the requests of a replica that has ended get an error"
+        if watched.controller.stats().num_used_tokens != stats[0].num_used_tokens + stats[2].num_used_tokens:
+            yield "statistics without the lost replica"
+        watched.add("jkl")
+        if "replica 1" in [f"replica {watched.controller.replica_of[rid]}" for rid in "jkl"]:
+            yield "later requests go to the others"
+            return
+        watched.goes_on.set()
+        if not watched.reach("adgjkl") or {watched.ends[rid] for rid in "adjkl"} != {FinishLength(3)}:
+            yield "what the held replica has is answered"
+    except EngineProcessEnded:
+        yield "the others live on"
+    finally:
+        watched.goes_on.set()
+
+
+@CONTROLLER_BUGS.found_by(honest=True)
+def test_the_controller_waits_for_none_and_lives_on(bug: Bug, folders: dict[str, str]) -> dict[str, str]:
+    return dict.fromkeys(failures(folders["llama"], bug.planted or Controller), "")
 
 
 def test_what_a_replica_refuses_has_an_end(folders: dict[str, str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.conformance.mutants.mutant import bugs_in
+import threading
+
+from diptych.reference.scheduler import Scheduler
+from tests.conformance.mutants.mutant import bugs_in, mutant_of
 from tests.conformance.mutants.optimized_scheduler import bug
 
 # fmt: off
@@ -74,3 +77,15 @@ reference_bug("VictimsStay", "What preemption chose is not retracted.",
 reference_bug("EveryEndIsAnAbort", "The reason of an end is lost.",
               ("shared.scheduling.lifecycle", "self.finish(req, req.finished_reason)",
                'self.finish(req, FinishAbort("ended"))'))
+# fmt: on
+
+
+@mutant_of("scheduler")
+class OneStepAtATime(Scheduler):
+    """The step of an engine waits for those of all others in the process."""
+
+    step_lock = threading.Lock()
+
+    def step(self):
+        with self.step_lock:
+            return super().step()

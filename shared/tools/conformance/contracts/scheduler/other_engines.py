@@ -1,6 +1,12 @@
-"""Clauses of the scheduler: prompts that another engine has computed, and memory that it still reads."""
+"""Clauses of the scheduler: prompts that another engine has computed, memory that it still reads, and other
+engines in the same process."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from typing import Any
 
 import torch
 
@@ -8,13 +14,15 @@ from diptych.shared.interfaces import RadixKey, Scheduler
 from diptych.shared.scheduling.pages import round_down_to_page, round_up_to_page
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
 from diptych.shared.tools.conformance.clauses.clause import contract
-from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_equal
 from diptych.shared.tools.conformance.contracts.scheduler.schedules import harness_for
 from diptych.shared.tools.conformance.oracles.ledger import expected_tokens
 from diptych.shared.tools.conformance.oracles.scheduler_harness import VOCAB_SIZE, SchedulerHarness
-from diptych.shared.types import FinishLength, Req, SamplingParams, StepOutput
+from diptych.shared.types import FinishError, FinishLength, Req, SamplingParams, StepOutput
 
 PROMPT = [5, 17, 3, 3, 42, 8, 1, 9, 30, 2]
+LIMIT = 5.0
+"""Seconds for the work of an engine beside one that is held; it needs some hundredths."""
 
 
 @contract(
@@ -96,3 +104,43 @@ def memory_comes_back(impl: type[Scheduler], case: Case) -> None:
     harness.expect(first, 1)
     harness.expect(rid, 3)
     harness.expect_idle()
+
+
+@contract(
+    "An engine in a thread of its own, as a replica has, waits for no other one: it goes on while the other is "
+    "in a step, and after an error of the other.",
+    table("error", ("the other goes on", False), ("the other has an error", True)),
+)
+def replicas_in_threads(impl: type[Scheduler], case: Case) -> None:
+    held, free = harness_for(impl), harness_for(impl)
+    is_inside, goes_on = threading.Event(), threading.Event()
+    forward = held.model_runner.forward
+
+    def held_forward(batch: Any) -> Any:
+        is_inside.set()
+        goes_on.wait(2 * LIMIT)
+        if case.error:
+            raise RuntimeError("this replica has an error")
+        return forward(batch)
+
+    held.model_runner.forward = held_forward  # type: ignore[method-assign]
+    first, other = held.submit(PROMPT, 4), free.submit(PROMPT[::-1], 6)
+    with ThreadPoolExecutor(2) as threads:
+        held_run = threads.submit(held.run)
+        try:
+            is_inside.wait(LIMIT)
+            threads.submit(free.run).result(LIMIT)
+        except Late:
+            raise Mismatch("an engine beside one that is in a step", "an end", "it waits") from None
+        finally:
+            goes_on.set()
+        held_run.result(LIMIT)
+    free.expect(other, 6)
+    expect_equal("how the held request ends", isinstance(held.ended[first], FinishError), case.error)
+    if not case.error:
+        held.expect(first, 4)
+    later = free.submit(PROMPT, 3)
+    free.run()
+    free.expect(later, 3)
+    held.expect_idle()
+    free.expect_idle()
