@@ -271,18 +271,16 @@ def test_an_error_in_the_first_replica_ends_it_alone(
 
 CONTROLLER = "shared.engine.processes.replicas"
 CONTROLLER_BUGS = Bugs("controller of replicas")
+READS = "ready = readable(self.working, POLL_SECONDS)\n"
+OTHERS_ANSWER = "the others answer while the first replica is in a step"
+ENDS = "for rid in load.num_tokens]"
 for _name, _before, _after, _finder in (
-    ("waits for the first replica", "ready = readable(self.working, POLL_SECONDS)\n", "ready = [self.replicas[0]]\n",
-     "the others answer while the first replica is in a step"),
-    ("steps only when the first replica has", "ready = readable(self.working, POLL_SECONDS)\n",
-     "ready = readable(self.replicas[:1], POLL_SECONDS)\n", "the others answer while the first replica is in a step"),
-    ("ends with any replica", "if self.num_replicas == 0:", "if self.num_replicas < len(self.replicas):",
-     "the others live on"),
-    ("no ends for the requests of a lost replica", "for rid in load.num_tokens]", "for rid in load.num_tokens][:0]",
-     "every request ends"),
-    ("a lost replica is chosen", "self.loads, self._last, self.lost)", "self.loads, self._last)",
-     "later requests go to the others"),
-    ("a lost replica counts in the statistics", "for replica in self.lost:", "for replica in ():",
+    ("waits for the first replica", READS, "ready = [self.replicas[0]]\n", OTHERS_ANSWER),
+    ("steps with the first replica", READS, READS.replace("working", "replicas[:1]"), OTHERS_ANSWER),
+    ("ends with any replica", "num_replicas == 0:", "num_replicas <= 2:", "the others live on"),
+    ("no ends for what a lost replica had", ENDS, f"{ENDS}[:0]", "every request ends"),
+    ("a lost replica is chosen", "self._last, self.lost)", "self._last)", "later requests go to the others"),
+    ("a lost replica is counted", "in self.lost:\n            each", "in ():\n            each",
      "statistics without the lost replica"),
 ):  # fmt: skip
     CONTROLLER_BUGS.words(_name, f"{CONTROLLER}:Controller", (CONTROLLER, _before, _after), finder=_finder)

@@ -107,8 +107,8 @@ def memory_comes_back(impl: type[Scheduler], case: Case) -> None:
 
 
 @contract(
-    "An engine in a thread of its own, as a replica has, waits for no other one: it goes on while the other is "
-    "in a step, and after an error of the other.",
+    "An engine in a thread of its own, as a replica has, waits for no other one: it goes on while the other "
+    "is in a step, and after an error of the other.",
     table("error", ("the other goes on", False), ("the other has an error", True)),
 )
 def replicas_in_threads(impl: type[Scheduler], case: Case) -> None:
