@@ -123,7 +123,7 @@ def replicas_in_threads(impl: type[Scheduler], case: Case) -> None:
             raise RuntimeError("this replica has an error")
         return forward(batch)
 
-    held.model_runner.forward = held_forward  # type: ignore[method-assign]
+    held.model_runner.forward = held_forward  # type: ignore[method-assign, assignment]
     first, other = held.submit(PROMPT, 4), free.submit(PROMPT[::-1], 6)
     with ThreadPoolExecutor(2) as threads:
         held_run = threads.submit(held.run)
