@@ -98,7 +98,7 @@ def finish(
     tl.store(out_row + offs_g[:, None] * HEAD_DIM + offs_d[None, :], output, mask=mask)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _merge(
     out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
     first_program, last_program, first_part, v_scale,
@@ -106,7 +106,9 @@ def _merge(
     MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The parts of the CTAs [first_program, last_program], one after the other; but PARTS at a time are
-    loaded at once, and no thread needs what another holds. Wide outputs are merged in runs of columns."""
+    loaded at once, and no thread needs what another holds. Wide outputs are merged in runs of columns. A
+    function of its own on the GPU, too: kernels merge in two places, and inlined twice it took two fifths of
+    their compilation."""
     COLUMNS: tl.constexpr = BLOCK_D if BLOCK_D <= 256 else 128
     for first_column in range(0, BLOCK_D, COLUMNS):
         offs_d = first_column + tl.arange(0, COLUMNS)
