@@ -30,6 +30,7 @@ from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.sampling.logprobs import to_token_logprobs
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from diptych.shared.speculation.adaptive_shape import Acceptance
+from diptych.shared.speculation.computed_prompt import computed_chunks, learn_prompt
 from diptych.shared.speculation.kept_tokens import kept_tokens
 from diptych.shared.speculation.node_sampling import make_early_bans
 from diptych.shared.to_device import to_device, vectors_to_device
@@ -201,6 +202,11 @@ class SpeculativeDecoding(PlainDecoding):
             result.token_ids[row] = numbers[row][:num_kept]
             result.logprobs[row] = all_logprobs[row * width : row * width + num_kept]
         return result
+
+    def has_come(self, req: Req, first_token: int) -> None:
+        chunks = [*computed_chunks(req, self.parts)]
+        self.pipeline.streams.launch(lambda: learn_prompt(req, first_token, chunks, self.drafter))
+        self.pipeline.streams.synchronize()  # for what it reads is kept until then, and prompts are rare
 
     def has_left(self, req: Req) -> None:
         super().has_left(req)

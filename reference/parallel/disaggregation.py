@@ -38,6 +38,7 @@ from diptych.shared.interfaces import (
     SchedulerStats,
     Transport,
 )
+from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.scheduling.admission import admit
 from diptych.shared.scheduling.last_pages import LastPages
 from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page, round_up_to_page
@@ -203,7 +204,7 @@ class Transfer:
 class DecodeSide(Scheduler):
     """The scheduler of the decode engine, whose prompts the prefill engine computes."""
 
-    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+    def __init__(self, scheduler: Any, parts: SchedulerParts, grammars: GrammarCompiler,
                  vocab_size: int, context_len: int, prefill_engines: PrefillEngines) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.parts = parts
@@ -218,6 +219,8 @@ class DecodeSide(Scheduler):
         self.reserved: dict[str, int] = {}  # room -> pages of prompt and longest answer
         self.outputs: list[StepOutput] = []
         self.child: Any = None  # the process of the other engine
+        # Of a round in flight and of the next one.
+        self.num_draft_slots = 2 * num_speculative_slots(scheduler.config, parts.drafter)
         self._num_rooms = 0
 
     def add_request(self, req: Req) -> None:
@@ -286,7 +289,7 @@ class DecodeSide(Scheduler):
         is just being connected."""
         allocator, tree = self.parts.allocator, self.parts.tree_cache
         page_size, prompt = allocator.page_size, req.origin_input_ids
-        needed = num_pages_of(len(prompt) + req.max_new_tokens, page_size)
+        needed = num_pages_of(len(prompt) + req.max_new_tokens + self.num_draft_slots, page_size)
         needed = min(needed, allocator.size // page_size)  # KV of the last token is never needed
         is_full = sum(self.reserved.values()) + needed > allocator.size // page_size
         if is_full or len(self.reserved) == self.parts.req_to_token_pool.size:

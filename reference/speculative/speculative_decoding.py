@@ -14,6 +14,7 @@ from diptych.shared.interfaces import SchedulerFeature, SchedulerParts
 from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from diptych.shared.speculation.adaptive_shape import Acceptance
+from diptych.shared.speculation.computed_prompt import computed_chunks, learn_prompt
 from diptych.shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatch, SpeculationStats
 
 
@@ -98,6 +99,9 @@ class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
         assert result.forward_batch is not None
         assert result.logits_output is not None
         self.drafter.extend(reqs, result.forward_batch, result.logits_output.hidden_states, ids)
+
+    def has_come(self, req: Req, first_token: int) -> None:
+        learn_prompt(req, first_token, computed_chunks(req, self.parts), self.drafter)
 
     def has_left(self, req: Req) -> None:
         self.drafter.forget(req)

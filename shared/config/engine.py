@@ -53,3 +53,10 @@ class EngineConfig(EngineFlags):
         if unknown:
             raise ValueError(f"unknown flag {', '.join(unknown)}; the flags are {', '.join(sorted(FLAGS))}")
         return replace(self, **changes)
+
+
+def without_speculation(config: EngineConfig) -> EngineConfig:
+    """The same configuration for an engine that gives each request one token, and so drafts nothing."""
+    names = ("draft_model", "num_steps", "topk", "num_draft_tokens")
+    shape: dict[str, Any] = {f"speculative_{name}": None for name in names}
+    return config.updated(speculative=None, speculative_auto=False, **shape)

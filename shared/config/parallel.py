@@ -7,6 +7,9 @@ from diptych.shared.flags.engine_flags import EngineFlags
 ONE_ENGINE: tuple[tuple[str, bool | None], ...] = (("disaggregation", False), ("disaggregation_mode", None))
 """Flags that divide prefill and decode among engines, and their values that do not."""
 
+READ_HIDDEN_STATES = ("eagle", "eagle3", "nextn")
+"""Algorithms of speculation whose drafts read hidden states of the target."""
+
 
 def check_can_pause(flags: EngineFlags) -> None:
     """Raise `ValueError` if the engine steps in several processes, which do not step together."""
@@ -68,10 +71,10 @@ def _check_split_engine(flags: EngineFlags, split: str) -> None:
                 f"{split} does not work with {name}={getattr(flags, name)}: KV comes over one connection, "
                 "and several ranks or replicas would have to agree on what has come"
             )
-    if flags.speculative is not None:
+    if flags.speculative in READ_HIDDEN_STATES and flags.disaggregation_mode != "prefill":
         raise ValueError(
-            f"{split} does not work with speculative={flags.speculative}: a drafter learns from the steps "
-            "that compute prompts, and the engine that decodes has none"
+            f"{split} does not work with speculative={flags.speculative}: its drafts read hidden states of "
+            "the prompt, and the engine that decodes gets KV alone; speculative=ngram and standalone work"
         )
     for name in (
         *("dp_attention", "disable_radix_cache", "check_invariants", "check_idle"),

@@ -46,6 +46,10 @@ class SchedulerFeature:
     def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
         """The new requests are in the next batch, and own rows and slots."""
 
+    def has_come(self, req: Req, first_token: int) -> None:
+        """The request joins with the KV of its prompt, which another engine has computed, as it has the first
+        token of its answer. The slots behind `cache_protected_len` are not in the prefix cache yet."""
+
     def has_left(self, req: Req) -> None:
         """The request ends or is retracted. It still owns its memory."""
 

@@ -100,6 +100,9 @@ class Lifecycle:
         req.kv_matched_len = req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
         req.input_logprobs, req.embedding = first.input_logprobs, first.embedding
         self._count(req, max(first.num_cached_tokens, req.cache_protected_len))
+        first_token = max(first.new_token_ids[-1], 0) if first.new_token_ids else 0  # NaN: its request ends
+        for feature in self.features:
+            feature.has_come(req, first_token)
         self.parts.tree_cache.cache_unfinished_req(req)
         for feature in self.features:
             feature.have_joined([req], self.running)

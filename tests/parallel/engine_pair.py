@@ -16,6 +16,7 @@ from diptych.reference.parallel.disaggregation import (
     PrefillSide,
 )
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.engine import without_speculation
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.disaggregated import transport_of
 from diptych.shared.scheduling.invariants import check_idle
@@ -33,7 +34,8 @@ class Pair:
     def __init__(self, config: EngineConfig, **flags_of_prefill: Any) -> None:
         config = config.updated(check_invariants=False, disaggregation=True)
         transport_class = transport_of(config)
-        self.prefill, self.decode = assemble(config.updated(**flags_of_prefill)), assemble(config)
+        of_prefill = without_speculation(config).updated(**flags_of_prefill)
+        self.prefill, self.decode = assemble(of_prefill), assemble(config)
         self.gate, self.is_copying = threading.Event(), threading.Event()
         self.gate.set()
         pool = self.prefill.kv_pool

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.engine import without_speculation
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end
@@ -29,6 +30,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     config, prefill_config = (
         config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
     )
+    prefill_config = without_speculation(prefill_config)
     transport_class = transport_of(config)
     connection, theirs = socket.socketpair()
     child = Child.spawn("prefill engine", _prefill, prefill_config, theirs)
