@@ -27,6 +27,7 @@ from ruff import find_ruff_bin
 sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file by its path
 
 from docs.figures import five_requests, sheets
+from docs.generators.definitions import definition_of
 from docs.generators.expand import expand
 from docs.generators.notebook_pages import page_of
 from docs.generators.record_notebooks import NOTEBOOKS
@@ -77,6 +78,10 @@ _NOTE = re.compile(r"^ *\((\d+)\) (.+)$")
 _LISTED = re.compile(r"^ *\d+\. |^ +\S|^$")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.(?:py|ipynb))`(?!\])")
+_QUOTED = re.compile(
+    r'(<pre\b(?:(?!<pre\b).)*?</pre>)((?:(?!<pre\b).)*?<a class="source"[^>]*>([^<,]+\.py), )', re.DOTALL
+)
+_NAME = re.compile(r'(<span class="o">\.</span>)?<span class="n">(\w+)</span>')
 _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 
@@ -125,9 +130,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
                 lines[-1] += f' {{hl_lines="{" ".join(map(str, new))}"}}'
             lines.append(textwrap.indent(_formatted(path, label), indent))
             number = _section(path, label)[0]
-            source = files.get_file_from_path(_page_of(path))
-            assert source is not None, path
-            url = get_relative_url(source.url, page.url)
+            url = _url(_page_of(path), page, files)
             link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
         elif in_fence or line.startswith("#"):
             repository: str | None = getattr(config, "repo_url", None)
@@ -140,6 +143,27 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             line = _RESULTS.sub(lambda match: _link_to_results(match, page, files), line)
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
     return "\n".join([*lines, "", link] if link else lines)
+
+
+def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
+    """The first use of each name in a quote leads to its definition."""
+
+    def with_links(quote: re.Match[str]) -> str:
+        code, behind, path = quote.groups()
+        seen = set(re.findall(r'<span class="n[cf]">(\w+)</span>', code))
+
+        def with_link(match: re.Match[str]) -> str:
+            dot, name = match.groups()
+            place = None if name in seen or "/toys/" in path else definition_of(path, name, bool(dot))
+            if place is None or (url := _url(_page_of(place[0]), page, files)) is None:
+                return match.group()
+            seen.add(name)
+            link = f'<a class="name" href="{url}#__codelineno-0-{place[1]}">{name}</a>'
+            return f'{dot or ""}<span class="n">{link}</span>'
+
+        return _NAME.sub(with_link, code) + behind
+
+    return html if page.file.src_uri.startswith("source/") else _QUOTED.sub(with_links, html)
 
 
 def linked(line: str) -> str:
@@ -179,20 +203,22 @@ def _page_of(path: str) -> str:
     return f"source/{path.removesuffix('.py')}.md" if path.endswith(".py") else path.replace(".ipynb", ".md")
 
 
+def _url(place: str, page: Page, files: Files) -> str | None:
+    file = files.get_file_from_path(place)
+    return None if file is None else get_relative_url(file.url, page.url)
+
+
 def _link(path: str, page: Page, files: Files) -> str:
     """In HTML, where Markdown would read the underscores of __init__ as bold."""
-    file = files.get_file_from_path(_page_of(path))
-    if file is None:
-        return f"`{path}`"
-    name = path.replace("__", "&#95;&#95;")
-    return f'<a href="{get_relative_url(file.url, page.url)}"><code>{name}</code></a>'
+    url, name = _url(_page_of(path), page, files), path.replace("__", "&#95;&#95;")
+    return f"`{path}`" if url is None else f'<a href="{url}"><code>{name}</code></a>'
 
 
 def _link_to_results(match: re.Match[str], page: Page, files: Files) -> str:
-    file = files.get_file_from_path(match.group(1))
-    if file is None:
+    url = _url(match.group(1), page, files)
+    if url is None:
         raise PluginError(f"{page.file.src_uri} names {match.group(1)}, which does not exist")
-    return f'<a href="{get_relative_url(file.url, page.url)}"><code>{match.group(2)}</code></a>'
+    return f'<a href="{url}"><code>{match.group(2)}</code></a>'
 
 
 def _source_page(path: str) -> str:

@@ -135,6 +135,19 @@ def test_a_path_links_to_its_source() -> None:
     assert _shown(f"`{notebook}.ipynb`, `notebooks/none.ipynb`") == f"{link}, `notebooks/none.ipynb`"
 
 
+def test_a_name_leads_to_its_definition() -> None:
+    for dotted, place in {
+        "held_nan": "shared/scheduling/stop_conditions.py",
+        "ScheduleBatch": "shared/types/batch.py",  # through __init__
+        "._discard": "reference/scheduler.py",
+        ".fill_ids": "shared/types/req.py",
+    }.items():
+        name = dotted.removeprefix(".")
+        path, line = hooks.definition_of("reference/scheduler.py", name, name != dotted) or ("", 0)
+        assert (path, name in (ROOT / path).read_text("utf-8").splitlines()[line - 1]) == (place, True)
+    assert hooks.definition_of("reference/scheduler.py", "append", True) is None  # of a list
+
+
 def test_other_projects_are_links() -> None:
     shown = hooks.linked(
         "SGLang issue 38941, vLLM pull request 43869 in `vllm/v1/core/`. Lin et al., *AWQ*, 2024"

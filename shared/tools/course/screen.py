@@ -245,8 +245,8 @@ def show_success(out: Console, folder: CourseFolder, stage: Stage) -> None:
     out.print(Text(f"Stage {stage.number}, {stage.title}, is green{took}.", "bold green"))
     out.print("Run the engine with it:")
     out.print(Text(f"  {command_with(folder, stage)}", "cyan"), soft_wrap=True)
-    if "/" in FLAGS.get(stage.number, ""):
-        out.print("The model is downloaded from Hugging Face: the built-in ones have no such layers.")
+    if "dummy" in FLAGS.get(stage.number, ""):
+        out.print(f"Random weights: no text to read, but that of --use {stage.component}=reference.")
     following = folder.next_stage()
     if following is not None:
         out.print(f"Next is stage {following.number}, {following.title}: docs/course/{following.page}")
