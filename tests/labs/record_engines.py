@@ -32,7 +32,7 @@ SLOW_ATTENTION = '''\
 
 import torch
 
-from diptych.reference.attention import RequestPlan, TorchAttention
+from diptych.reference.attention import RequestPlan, TorchAttention, in_window
 from diptych.shared.types.attention import AttentionLayer
 
 
@@ -43,7 +43,7 @@ class MyAttention(TorchAttention):
         output = torch.zeros(len(q), layer.num_qo_heads, v.shape[-1], dtype=dtype, device=q.device)
         visible = request.visible
         if layer.sliding_window >= 0:
-            visible = visible.triu(visible.shape[1] - visible.shape[0] - layer.sliding_window)
+            visible = in_window(request, layer.sliding_window)
         for i in range(len(q)):
             keys = visible[i].nonzero()[:, 0]
             for head in range(layer.num_qo_heads if len(keys) else 0):
