@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from diptych.reference.attention import in_chunks
 from diptych.shared.interfaces import attention as interface

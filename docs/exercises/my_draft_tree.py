@@ -8,9 +8,8 @@ The contract is in shared/interfaces/draft_tree.py, and the fields of a tree in 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
