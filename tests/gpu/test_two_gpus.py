@@ -99,6 +99,9 @@ def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
     assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
 
 
+STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_model": "tiny-dense"}
+
+
 @pytest.mark.parametrize(
     ("panel", "more"),
     [
@@ -106,6 +109,9 @@ def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
         ("reference", {"disaggregation": True}),
         ("optimized", {"disaggregation": True}),
         ("optimized", {"disaggregation": True, "use": {"transport": "shared_memory"}}),
+        ("optimized", {"disaggregation": True, "speculative": "ngram", "speculative_topk": 1}),
+        ("optimized", {"disaggregation": True, **STANDALONE}),
+        ("reference", {"disaggregation": True, **STANDALONE}),
     ],
 )
 def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:

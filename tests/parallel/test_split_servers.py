@@ -155,20 +155,24 @@ def test_a_cluster_answers_as_one_server(secret: tuple[str, str], expected: dict
 
 
 def test_without_a_router(secret: tuple[str, str], expected: dict[str, str]) -> None:
-    """A decode server is not ready while none of its prefill servers answers, and recovers."""
+    """A decode server is not ready while none of its prefill servers answers, and recovers. Both sides have
+    flags of speculation, of which the prefill server needs none."""
     listener = Listener("127.0.0.1", SECRET)
     port = listener.port
     listener.close()
-    known = ("--prefill-servers", f"127.0.0.1:{port}")
+    drafts = ("--speculative", "ngram")
+    known = ("--prefill-servers", f"127.0.0.1:{port}", *drafts)
     with serving("--disaggregation-mode", "decode", *known, *ENGINE, *secret) as decode:
         until_ready(decode.url, 503)
         assert ask(decode.url, PROMPTS[0]).status_code == 503
-        prefill_flags = ("--disaggregation-mode", "prefill", "--disaggregation-port", str(port))
+        prefill_flags = ("--disaggregation-mode", "prefill", "--disaggregation-port", str(port), *drafts)
         with serving(*prefill_flags, *ENGINE, *secret) as prefill:
             until_ready(decode.url)
             check_listens_on_loopback(prefill, 2)
             check_listens_on_loopback(decode, 1)
             assert text_of(ask(decode.url, PROMPTS[0])) == expected[PROMPTS[0]]
+            assert decode.wait_idle()["num_verifications"] > 0
+            assert prefill.get("/server_info")["load"]["num_verifications"] == 0
         until_ready(decode.url, 503)
         assert text_of(ask(decode.url, PROMPTS[0])) == expected[PROMPTS[0]], "its prompt is cached"
         assert ask(decode.url, "What is 7 + 5?").status_code == 503

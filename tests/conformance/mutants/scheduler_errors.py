@@ -89,3 +89,12 @@ class OneStepAtATime(Scheduler):
     def step(self):
         with self.step_lock:
             return super().step()
+
+
+@mutant_of("scheduler")
+class DraftsWithoutThePrompt(Scheduler):
+    """The drafter does not learn a prompt that another engine has computed."""
+
+    def add_computed(self, req, first):
+        self.requests.features = [each for each in self.requests.features if each is not self.decoding]
+        super().add_computed(req, first)

@@ -12,13 +12,16 @@ import torch
 
 from diptych.shared.interfaces import RadixKey, Scheduler
 from diptych.shared.scheduling.pages import round_down_to_page, round_up_to_page
-from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
+from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, table
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_equal
 from diptych.shared.tools.conformance.contracts.scheduler.schedules import harness_for
 from diptych.shared.tools.conformance.oracles.ledger import expected_tokens
+from diptych.shared.tools.conformance.oracles.ledger_drafter import silent
 from diptych.shared.tools.conformance.oracles.scheduler_harness import VOCAB_SIZE, SchedulerHarness
-from diptych.shared.types import FinishError, FinishLength, Req, SamplingParams, StepOutput
+from diptych.shared.tools.conformance.oracles.speculative_harness import CHAIN
+from diptych.shared.tools.conformance.oracles.speculative_harness import harness_for as speculating
+from diptych.shared.types import FinishError, FinishLength, ForwardBatch, Req, SamplingParams, StepOutput
 
 PROMPT = [5, 17, 3, 3, 42, 8, 1, 9, 30, 2]
 LIMIT = 5.0
@@ -85,6 +88,44 @@ def _cache(harness: SchedulerHarness, num_tokens: int, is_checked: bool = True) 
             harness.run()
         while rid not in harness.ended and not harness.reqs[rid].finished:
             harness.scheduler.step()
+
+
+@contract(
+    "A drafter that reads no hidden states gets a prompt that another engine has computed once: "
+    "every token behind the cached prefix, with its position, its slot, and the token that follows.",
+    grid("page {page_size}, {num_cached} cached", page_size=(1, 4), num_cached=(0, 6)),
+)
+def drafts_behind_another_engine(impl: type[Scheduler], case: Case) -> None:
+    harness = speculating(impl, silent, CHAIN, page_size=case.page_size)
+    if harness is None:
+        return
+    assert harness.drafter is not None
+    _cache(harness, case.num_cached)
+    tree, num_prompt = harness.tree_cache, len(PROMPT)
+    match = tree.match_prefix(RadixKey(PROMPT[: round_down_to_page(num_prompt - 1, case.page_size)]))
+    tree.inc_lock_ref(match.last_node)
+    prefix = match.device_indices
+    slots = harness.allocator.alloc(round_up_to_page(num_prompt, case.page_size) - len(prefix))
+    slots = torch.cat([prefix, slots])[:num_prompt]
+    given: list[tuple[int, ...]] = []
+
+    def extend(reqs: Any, batch: ForwardBatch, hidden_states: Any, next_token_ids: torch.Tensor) -> None:
+        columns = (batch.input_ids, batch.positions, batch.out_cache_loc)
+        behind = [*batch.input_ids.tolist()[1:], int(next_token_ids)]
+        given.extend(zip(*(column.tolist() for column in columns), behind))
+
+    harness.drafter.extend = extend  # type: ignore[method-assign, assignment]
+    params = SamplingParams(temperature=0.0, max_new_tokens=9)
+    req = Req("here", PROMPT, params, seed=0, prefix_indices=slots, last_node=match.last_node)
+    req.cache_protected_len = len(prefix)
+    harness.reqs["here"], harness.tokens["here"], harness.logprobs["here"] = req, [], []
+    first = expected_tokens(PROMPT, 1, VOCAB_SIZE)
+    harness.scheduler.add_computed(req, StepOutput("here", first, 1))
+    rows = zip(PROMPT, range(num_prompt), slots.tolist(), [*PROMPT[1:], *first])
+    expect_equal("token, position, slot and next token", given, [*rows][len(prefix) :])
+    harness.scheduler.abort("here")
+    harness.run()
+    harness.expect_idle()
 
 
 @contract("A prompt that does not fit runs as soon as memory comes back that no request had.", EXAMPLE)
