@@ -312,6 +312,15 @@ def honest_kernels() -> str:
     return table(("Operation", "Functions", "Seeds", "Cases checked", "False alarms"), rows, "llrrr")
 
 
+def library_kernels() -> str:
+    """Checks of a library's kernels with many seeds."""
+    rows = []
+    for name, row in read("tests/kernel_check/library_runs.json").items():
+        counts = (row["seeds"], f"{row['checks']:,}", f"{row['refused']:,}", len(row["alarms"]))
+        rows.append((code(name.partition(" ")[2]), *counts))
+    return table(("Operation", "Seeds", "Cases", "Refused", "Alarms"), rows, "lrrrr")
+
+
 def clients() -> str:
     """Every client: its version, what its script does, and the result of the recorded run."""
     from docs.generators.record_clients import RECORD

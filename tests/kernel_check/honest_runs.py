@@ -1,11 +1,13 @@
 """Checks right functions with many seeds: how often is there a false alarm?
 
 python -m tests.kernel_check.honest_runs --seeds 1000 [--like rms_norm] [--json FILE] goes on where FILE ends.
+Several processes, each with operations of its own, may write one FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -78,17 +80,31 @@ def made_once(make: Callable[..., Problem]) -> Callable[..., Problem]:
     return kept
 
 
+def rows_of(text: str) -> dict[str, dict[str, Any]]:
+    return {
+        like: {"like": like, "functions": list(FUNCTIONS[like]), "seeds": 0, "checks": 0, "alarms": []}
+        for like in FUNCTIONS
+    } | {each["like"]: each for each in json.loads(text or "[]")}
+
+
+def write_row(path: Path, row: dict[str, Any]) -> None:
+    """The rows of other processes stay as they are in the file."""
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        rows = rows_of(file.read()) | {row["like"]: row}
+        lines = ",\n".join(json.dumps(each) for each in rows.values())
+        file.truncate(0)
+        file.write(f"[\n{lines}\n]\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--like", action="append")
     parser.add_argument("--json", type=Path, default=FILE, help="Written after every chunk of seeds.")
     arguments = parser.parse_args()
-    text = arguments.json.read_text(encoding="utf-8") if arguments.json.is_file() else "[]"
-    rows: dict[str, dict[str, Any]] = {
-        like: {"like": like, "functions": list(FUNCTIONS[like]), "seeds": 0, "checks": 0, "alarms": []}
-        for like in FUNCTIONS
-    } | {each["like"]: each for each in json.loads(text)}
+    rows = rows_of(arguments.json.read_text(encoding="utf-8") if arguments.json.is_file() else "")
     chosen = arguments.like or list(FUNCTIONS)
     while (least := min(rows[like]["seeds"] for like in chosen)) < arguments.seeds:
         end = min(least + CHUNK, arguments.seeds)
@@ -100,9 +116,8 @@ def main() -> None:
             row["alarms"] += run_seeds(like, seeds)
             row["seeds"] = seeds.stop
             row["checks"] += len(seeds) * len(FUNCTIONS[like]) * len(cases_of(like, 0))
-            lines = ",\n".join(json.dumps(each) for each in rows.values())
-            arguments.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        print(f"{end} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms", flush=True)
+            write_row(arguments.json, row)
+        print(f"{end} seeds, {sum(len(rows[like]['alarms']) for like in chosen)} alarms", flush=True)
 
 
 if __name__ == "__main__":

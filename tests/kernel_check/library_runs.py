@@ -2,7 +2,8 @@
 
 python -m tests.kernel_check.library_runs --seeds 1000 --json FILE goes on where FILE ends.
 
-`torch`: the functions of `right`; `diptych`: this project's kernels; `flashinfer`: where it is installed. A
+`torch`: the functions of `right`; `diptych`: this project's kernels; `flashinfer`: where it is installed;
+`vllm`: its CPU kernels, which need no GPU. A
 kernel that raises for a type or size that it does not have refuses the case. Refused cases are counted.
 """
 
@@ -28,7 +29,8 @@ from tests.kernel_check.right import RIGHT
 
 CHUNK = 20
 HEAD_DIMS = (64, 128, 256)
-UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be", "failed to dispatch")
+UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be", "failed to dispatch",
+               "% vec_elem_num", "expected scalar type", "primitive descriptor")  # fmt: skip
 Alarms = tuple[int, int, list[str]]  # checks, refused, alarms
 
 
@@ -94,10 +96,10 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run_function(like: str, library: str, function: Callable[..., Any], seed: int) -> Alarms:
+def run_function(like: str, form: str, function: Callable[..., Any], seed: int) -> Alarms:
     torch.manual_seed(seed)
-    convention, cases = convention_of(like, library), cases_of(like, 0)
-    report = check_kernel(refusing(function), library, LIKES[like], convention, cases, seed=seed)
+    convention, cases = convention_of(like, form), cases_of(like, 0)
+    report = check_kernel(refusing(function), form, LIKES[like], convention, cases, seed=seed)
     alarms = [f"seed {seed}, {each.case}: {each.failure}" for each in report.failing]
     return len(report.verdicts), report.num_refused, alarms
 
@@ -135,20 +137,27 @@ def runs_of(libraries: list[str]) -> dict[str, Callable[[int], Alarms]]:
             runs[f"flashinfer {like}"] = lambda seed, a=like, f=function: run_function(
                 a, "flashinfer", f, seed
             )  # type: ignore[misc]
+    if "vllm" in libraries:
+        from tests.kernel_check.vllm_functions import refuse_truncated, vllm_functions
+
+        for (like, form), function in vllm_functions().items():
+            whole = refuse_truncated(function)
+            runs[f"vllm {like}"] = lambda seed, a=like, b=form, f=whole: run_function(a, b, f, seed)  # type: ignore[misc]
     return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--libraries", default="torch,diptych,flashinfer")
+    parser.add_argument("--libraries", default="torch,diptych,flashinfer,vllm")
     parser.add_argument("--like", action="append")
     parser.add_argument("--json", type=Path, required=True, help="Written after every chunk of seeds.")
     arguments = parser.parse_args()
     libraries = arguments.libraries.split(",")
-    if "flashinfer" in libraries and importlib.util.find_spec("flashinfer") is None:
-        libraries.remove("flashinfer")
-        print("flashinfer is not installed: its kernels are left out", flush=True)
+    for library in {"flashinfer", "vllm"} & set(libraries):
+        if importlib.util.find_spec(library) is None:
+            libraries.remove(library)
+            print(f"{library} is not installed: its kernels are left out", flush=True)
     rows = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
     runs = {name: run for name, run in runs_of(libraries).items()
             if not arguments.like or name.partition(" ")[2] in arguments.like}  # fmt: skip

@@ -25,9 +25,11 @@ WIDTH = 120
 
 def check_files(plot: Path | None, *others: Path | None) -> None:
     """Check before the measurement that the result files can be written."""
-    for file in (plot, *others):
-        if file is not None:
-            _check_file(file)
+    files = [file for file in (plot, *others) if file is not None]
+    for i, file in enumerate(files):
+        _check_file(file)
+        if file.absolute() in (each.absolute() for each in files[:i]):
+            raise ValueError(f"{file} is named for two results: the second would replace the first")
     if plot is not None:
         from diptych.shared.tools.bench.plots import require_matplotlib
 

@@ -69,11 +69,17 @@ def check_engine(
     from diptych.shared.tools.conformance.whole_engine.engine_gate import GATES
     from diptych.shared.tools.conformance.whole_engine.engine_gate import check_engine as run_gates
 
+    for name, spec in (("A", arm), ("--against", against)):
+        if not spec.strip(", "):
+            raise ValueError(
+                f"{name} names no engine, got {spec!r}: optimized,dtype=bfloat16; --list shows more"
+            )
     common = {"model": model, "device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
     flags = [common | parse_spec(spec) for spec in (arm, against)]
     oracle = {**common, "panel": "reference", "dtype": "float32", "model": flags[1]["model"]}
     end = Announced(f"{len(GATES)} gates of {arm}", within, seed)
     prompts = prompts_of(flags[1]["model"], num_prompts, seed)
+    check_room(flags[1]["model"], prompts, num_tokens)
     report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed, end.ends_at)
     print_gates(report, arm, against)
     print(*end.late, sep="\n", end="\n" * len(end.late))
@@ -150,6 +156,19 @@ def prompts_of(model: str, num: int, seed: int) -> list[list[int]]:
         ids = tokenizer.chat(question.messages) if has_template else tokenizer.encode(text)
         found.append(ids[: max(2, round(len(ids) * rng.uniform(0.3, 0.8)))])
     return found
+
+
+def check_room(model: str, prompts: list[list[int]], num_tokens: int) -> None:
+    """Raises `ValueError` if the longest prompt leaves no room for so many tokens."""
+    from diptych.shared.config import read_config
+    from diptych.shared.loading.model_path import resolve_model_path
+
+    longest = max(map(len, prompts))
+    room = read_config(resolve_model_path(model)).context_len - longest
+    if num_tokens > room:
+        raise ValueError(
+            f"--num-tokens {num_tokens}: {model} has room for {room} behind a prompt of {longest} tokens"
+        )
 
 
 def print_gates(report: GateReport, arm: str, against: str) -> None:

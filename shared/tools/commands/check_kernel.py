@@ -15,6 +15,7 @@ import typer
 
 from diptych.shared.tools.commands import bench_run, kernel_output
 from diptych.shared.tools.commands.announced import Announced
+from diptych.shared.tools.commands.option_values import LARGEST_SEED
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def check_kernel(
         typer.Option(
             metavar="N",
             min=0,
+            max=LARGEST_SEED,
             help="Of all inputs. Default: a secret one, which is printed.",
             show_default=False,
         ),
@@ -118,6 +120,7 @@ def check_kernel(
     from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
     from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of, operation_of
     from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel, running
+    from diptych.shared.tools.conformance.kernels.target import check_named
 
     if list_all:
         kernel_output.print_list(like)
@@ -145,6 +148,7 @@ def check_kernel(
             raise ValueError(f"--ranks does not apply to {like}: it is of one process")
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
+    check_named(target)
     seed = drawn(seed)
     end = Announced(f"{len(cases)} cases of {like}", within, seed)
     with running(target, operation, time_limit, end.ends_at) as function:

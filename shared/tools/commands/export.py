@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from diptych.shared.tools.commands import bench_run
+from diptych.shared.tools.commands.option_values import LARGEST_SEED
+
 app = typer.Typer(help="Write data sets that other projects read.", no_args_is_help=True)
 
 
@@ -25,9 +28,10 @@ def trace(
         typer.Option(metavar="TYPE", help="Only this type of operation: rmsnorm. May be repeated."),
     ] = None,
     traces: Annotated[bool, typer.Option(help="Also check and time the Solutions here.")] = True,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of all inputs.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Of all inputs.")] = 0,
 ) -> None:
     """Write a data set of FlashInfer Trace, with NaN in the unused memory of its Workloads."""
+    bench_run.check_folder(folder)
     from diptych.shared.tools.conformance.formats import trace_export
     from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
 

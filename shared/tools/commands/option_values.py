@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+LARGEST_SEED = 2**62
+"""torch has seeds of 64 bits; seeds that are computed from a seed fit too."""
+
 
 def integers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
     try:

@@ -66,6 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.option.diptych_time_limit
+    if not 0 < seconds < float("inf"):
+        raise pytest.UsageError(f"--diptych-time-limit must be a number of seconds above 0, got {seconds}")
     named = _from_options(config)
     has_paths = config.args_source == config.ArgsSource.ARGS
     if named and not has_paths:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from diptych.shared import registry
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
+def check_named(target: str) -> None:
+    """Raises `ValueError` for a target without a function's name, and for a file that is not there. Nothing
+    of the target runs."""
     if ":" not in target:
         raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
+    file = Path(target.rpartition(":")[0])
+    if file.suffix == ".py" and not file.is_file():
+        raise ValueError(f"no such file: {file}")
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
+    check_named(target)
     function: Callable[..., Any] = registry.load("the kernel", target)
     if not callable(function) or isinstance(function, type):
         kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r:.60}"
