@@ -14,7 +14,7 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -111,14 +111,16 @@ class Bugs(dict[str, Bug]):
         *errors: type[BaseException],
         is_fast: Callable[[int, Bug], bool] = lambda number, bug: True,
         honest: bool = False,
+        without: Collection[str] = (),
     ) -> Callable[[Check], Callable[..., None]]:
         """Makes the test of the kind from a check, which takes `bug` and fixtures. It returns whether
         something is wrong, or what fails: names of checks, with what they say. If it raises one of
         `errors`, it is itself the finder. `honest`: a case without a bug, too. Bugs that are not `is_fast`
-        are left to the whole grids."""
+        are left to the whole grids; `without`: names of bugs that this check need not find."""
         rows = [
             pytest.param(bug, id=bug.name, marks=[] if is_fast(i, bug) else [pytest.mark.full])
             for i, bug in enumerate(self.values())
+            if bug.name not in without
         ]
         if honest:
             rows.insert(0, pytest.param(Bug(self.kind, "none", "Nothing is planted.", None), id="none"))

@@ -54,10 +54,12 @@ def test_planted_faults_fail_their_gates(bug: Bug, tmp_path: Path) -> dict[str, 
     found = run(
         f"attention={wrong_engines.__file__}:{bug.plant.__name__},{dtype}", f"reference,{dtype}", tmp_path
     )
-    # Six prompts are too few for some faults beside the rounding of bfloat16: none is accepted.
-    wrong = {"fails"} if dtype == "dtype=float32" else {"fails", "undecided"}
-    failing = {gate for gate, verdict in found.items() if verdict in wrong}
-    return {bug.finder if failing.issuperset(bug.finder.split(", ")) else str(found): ""}
+    # Six prompts are too few for some faults beside the rounding of bfloat16, which depends on the CPU: at
+    # least one gate does not accept them.
+    is_exact = dtype == "dtype=float32"
+    wrong = {"fails"} if is_exact else {"fails", "undecided"}
+    failing = [found[gate] in wrong for gate in bug.finder.split(", ")]
+    return {bug.finder if (all if is_exact else any)(failing) else str(found): ""}
 
 
 @pytest.mark.full

@@ -123,7 +123,8 @@ def test_engine(panel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert outputs[0].num_cached_tokens == num_cached
     assert llm.scheduler.stats().speculation.num_drafted_tokens > 0
     if panel == "reference":
-        logits = hf_model.lm_head(theirs(hf_model, mtp, [*prompts[0], expected[0][0]])[-1])
+        with torch.inference_mode():
+            logits = hf_model.lm_head(theirs(hf_model, mtp, [*prompts[0], expected[0][0]])[-1])
         assert int(trees[0].token_ids[0, 0]) == expected[0][0]
         assert int(trees[0].token_ids[0, 1]) == int(logits.argmax())
 

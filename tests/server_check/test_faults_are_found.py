@@ -20,6 +20,8 @@ SLOW |= {"temperature squared", "prompt penalized", "one seed"}
 HIDDEN_BY_ROUNDING = ("concurrency dependence", "rounded logprobs", "top_k off by one")
 """Faults whose effect is as large as the errors of bfloat16, one for each rule that finds such faults: two
 answers of one server, digits, the server's own log-probabilities."""
+NEAR_ROUNDING = {"stale cached page", "prefix cache"}
+"""In bfloat16 the few answers of a quick run find them on some CPUs only."""
 
 
 @SERVER.found_by(is_fast=lambda number, bug: bug.name not in SLOW and number % 2 == 0)
@@ -29,7 +31,7 @@ def test_the_check_of_a_fault_finds_it(
     return found_in(correct_server, quick_context, bug)
 
 
-@SERVER.found_by(is_fast=lambda _, bug: bug.name in HIDDEN_BY_ROUNDING)
+@SERVER.found_by(is_fast=lambda _, bug: bug.name in HIDDEN_BY_ROUNDING, without=NEAR_ROUNDING)
 def test_it_is_found_in_bfloat16(
     rounded_server: LocalServer, rounded_context: Context, bug: Bug
 ) -> dict[str, str]:

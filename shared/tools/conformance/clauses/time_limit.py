@@ -24,6 +24,7 @@ class DoesNotReturn(Mismatch):
     """Code under check has reached its time limit. `who`: a rank, or ""."""
 
     def __init__(self, who: str, seconds: float) -> None:
+        self.seconds = seconds
         super().__init__("the call", f"a return within {seconds:g} s", f"none {who}".strip())
 
 

@@ -89,10 +89,16 @@ class ChildFunction:
         device = str(check_device())
         memory = free_memory() // 2 if device == "cpu" else 0
         paths = [self.folder, *sys.path] if self.folder else sys.path
-        answer = self._ask(
-            START_SECONDS, do="start", target=self.target, paths=paths, device=device,
-            threads=torch.get_num_threads(), memory=memory,
-        )  # fmt: skip
+        try:
+            answer = self._ask(
+                START_SECONDS, do="start", target=self.target, paths=paths, device=device,
+                threads=torch.get_num_threads(), memory=memory,
+            )  # fmt: skip
+        except DoesNotReturn as late:
+            raise ValueError(
+                f"{self.target} is not loaded within {late.seconds:g} s, "
+                + ("the time of the check" if late.seconds < START_SECONDS else "the time limit of a start")
+            ) from None
         if "error" in answer:
             raise ValueError(f"{self.target} cannot be loaded: {answer['error']} ({answer['place']})")
         if answer.get("refusal"):

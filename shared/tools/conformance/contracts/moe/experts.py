@@ -373,9 +373,10 @@ def layer(impl: type[MoE], case: Layer) -> None:
     w = {name: weight.detach().double() for name, weight in named_weights(moe).items()}
     x64 = x.double()
     topk = route_all64(config, x64 @ w["gate.weight"].T + w.get("gate.bias", 0.0), w.get("correction_bias"))
+    topk = TopKOutput(*(each.to(x64.device) for each in topk))  # whose exact order is found on a CPU
     routed_x = x64
     if case.weight_on_input:
-        routed_x = x64 * topk.topk_weights.to(x64.device)
+        routed_x = x64 * topk.topk_weights
         topk = TopKOutput(torch.ones_like(topk.topk_weights), topk.topk_ids)
     expected = experts64(
         routed_x,
