@@ -48,7 +48,10 @@ class Mtp(nn.Module):
         positions = torch.arange(n)[None]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         out = self.layers[0](
-            x, rotary(x, positions.expand(3, 1, -1)), attention_mask=mask, position_ids=positions
+            x,
+            rotary(x, positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions),
+            attention_mask=mask,
+            position_ids=positions,
         )
         found: torch.Tensor = self.norm(out)[0]
         return found
