@@ -22,11 +22,11 @@ def names_of(path: str) -> tuple[Lines, Lines, dict[str, str]]:
     """(names of the module, members of its classes, name -> module that it is imported from)."""
     top, members, imports = Lines(), Lines(), dict[str, str]()
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    for owner in (tree, *(each for each in tree.body if isinstance(each, ast.ClassDef))):
-        for node in owner.body:
+    for body in (tree.body, *(each.body for each in tree.body if isinstance(each, ast.ClassDef))):
+        for node in body:
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             for name in (getattr(node, "name", ""), *(getattr(each, "id", "") for each in targets)):
-                (top if owner is tree else members).setdefault(name, node.lineno)
+                (top if body is tree.body else members).setdefault(name, node.lineno)
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names):

@@ -205,8 +205,8 @@ class SpeculativeDecoding(PlainDecoding):
 
     def has_come(self, req: Req, first_token: int) -> None:
         chunks = [*computed_chunks(req, self.parts)]
-        self.pipeline.streams.launch(lambda: learn_prompt(req, first_token, chunks, self.drafter))
-        self.pipeline.streams.synchronize()  # for what it reads is kept until then, and prompts are rare
+        learning = self.pipeline.streams.launch(lambda: learn_prompt(req, first_token, chunks, self.drafter))
+        learning.wait()  # for what it reads is kept until then, and prompts are rare
 
     def has_left(self, req: Req) -> None:
         super().has_left(req)

@@ -189,7 +189,7 @@ def test_stamps_may_pass_32_bits() -> None:
 
 
 def test_a_cpu_is_refused_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.optimized.speculative.ngram_lookup.INTERPRETED", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="device cpu is not supported: n-gram drafts"):
         drafter_for()
 
