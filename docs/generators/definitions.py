@@ -27,12 +27,12 @@ def names_of(path: str) -> tuple[Lines, Lines, dict[str, str]]:
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             for name in (getattr(node, "name", ""), *(getattr(each, "id", "") for each in targets)):
                 (top if body is tree.body else members).setdefault(name, node.lineno)
-    for node in ast.walk(tree):
-        match node:
+    for part in ast.walk(tree):
+        match part:
             case ast.ImportFrom(module=str(module), names=names):
                 imports.update({each.name: module for each in names})
             case ast.Attribute(value=ast.Name("self"), ctx=ast.Store()):
-                members.setdefault(node.attr, node.lineno)
+                members.setdefault(part.attr, part.lineno)
     return top, members, imports
 
 
