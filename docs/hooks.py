@@ -131,6 +131,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             lines.append(textwrap.indent(_formatted(path, label), indent))
             number = _section(path, label)[0]
             url = _url(_page_of(path), page, files)
+            assert url is not None, path
             link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
         elif in_fence or line.startswith("#"):
             repository: str | None = getattr(config, "repo_url", None)

@@ -14,13 +14,11 @@ FOLDERS = (*CONTRACTS, "shared/scheduling/", "shared/config/", "shared/flags/")
 _OTHERS = (list, dict, set, str, int, slice, torch, torch.Tensor, torch.nn.functional)
 NOT_OURS = {name for each in _OTHERS for name in dir(each)}
 
-Lines = dict[str, int]
-
 
 @cache
-def names_of(path: str) -> tuple[Lines, Lines, dict[str, str]]:
+def names_of(path: str) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
     """(names of the module, members of its classes, name -> module that it is imported from)."""
-    top, members, imports = Lines(), Lines(), dict[str, str]()
+    top, members, imports = dict[str, int](), dict[str, int](), dict[str, str]()
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for body in (tree.body, *(each.body for each in tree.body if isinstance(each, ast.ClassDef))):
         for node in body:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from diptych.reference.parallel.prompt_messages import Computed, Failed, Message, Start, decode, encode
+from diptych.shared.config import EngineConfig
 from diptych.shared.engine.processes.input_log import req_of, request_of
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
@@ -204,13 +205,14 @@ class Transfer:
 class DecodeSide(Scheduler):
     """The scheduler of the decode engine, whose prompts the prefill engine computes."""
 
-    def __init__(self, scheduler: Any, parts: SchedulerParts, grammars: GrammarCompiler,
-                 vocab_size: int, context_len: int, prefill_engines: PrefillEngines) -> None:  # fmt: skip
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+                 vocab_size: int, config: EngineConfig, prefill_engines: PrefillEngines) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.parts = parts
         self.grammars = grammars
         self.vocab_size = vocab_size
-        self.context_len = context_len
+        assert config.context_len is not None  # chosen with the model
+        self.context_len = config.context_len
         self.prefill_engines = prefill_engines
         self.waiting: list[Req] = []
         self.moved: set[str] = set()  # ids of requests whose first prefill engine has ended
@@ -220,7 +222,7 @@ class DecodeSide(Scheduler):
         self.outputs: list[StepOutput] = []
         self.child: Any = None  # the process of the other engine
         # Of a round in flight and of the next one.
-        self.num_draft_slots = 2 * num_speculative_slots(scheduler.config, parts.drafter)
+        self.num_draft_slots = 2 * num_speculative_slots(config, parts.drafter)
         self._num_rooms = 0
 
     def add_request(self, req: Req) -> None:

@@ -61,7 +61,7 @@ class Pair:
             decode.parts,
             decode.grammars,
             decode.model_config.vocab_size,
-            decode.config.context_len,
+            decode.config,
             OnePrefillEngine(receiver),
         )
 

@@ -194,6 +194,18 @@ def test_a_cpu_is_refused_outside_the_interpreter(monkeypatch: pytest.MonkeyPatc
         drafter_for()
 
 
+def test_a_rehearsal_changes_no_draft() -> None:
+    """Neither of the request whose row it names nor of the table."""
+    drafter, req = drafter_for(), Req("r", [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], SamplingParams(), 0)
+    extend(drafter, req, 0, row=0)
+    assert drafter.table is not None
+    before = [each.clone() for each in (drafter.tokens, drafter.namespaces, *drafter.table.arrays)]
+    drafter.rehearse(CHAIN)
+    after = (drafter.tokens, drafter.namespaces, *drafter.table.arrays)
+    assert all(map(torch.equal, before, after))
+    assert drafts_of(drafter, req, row=0) == [4, 9, 2, 3]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [{"speculative_topk": 1}, {}])
 def test_answers_are_the_references(shape: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         assembly.parts,
         assembly.grammars,
         assembly.model_config.vocab_size,
-        assembly.config.context_len,
+        assembly.config,
         disaggregation.OnePrefillEngine(transport),
     )
     scheduler.child = child  # it ends with the scheduler

@@ -43,5 +43,5 @@ def split_scheduler(
         return around
     known = config.prefill_servers.split(",") if config.prefill_servers else ()
     prefill_servers = servers.PrefillServers(make, secret, known)
-    around = servers.DecodeServer(scheduler, parts, grammars, vocab_size, config.context_len, prefill_servers)
+    around = servers.DecodeServer(scheduler, parts, grammars, vocab_size, config, prefill_servers)
     return around
