@@ -15,6 +15,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,20 @@ def compiled_once(compile_kernel: Callable[..., Any], locks: Path = LOCKS) -> Ca
     return locked
 
 
+OF_GPU = re.compile(r"mark\.(gpus?|contract)\b")
+"""What a file with tests of a GPU contains."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test of a GPU, when only such tests are asked for: each worker would import them all and
+    make 25,000 tests, for half a minute."""
+    wanted = "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr.replace(
+        "not gpus", ""
+    )
+    has_name = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if wanted and has_name and not OF_GPU.search(collection_path.read_text("utf-8")) else None
+
+
 def rank(item: pytest.Item) -> int:
     """The order of the tests: long ones, other ones, contracts, those that wait for FlashInfer's modules, and
     at last the reference's contracts."""
@@ -69,8 +84,14 @@ def rank(item: pytest.Item) -> int:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Within a part of the order tests are shuffled: neighbours need the same kernel, and would all wait for
-    the one that compiles it."""
-    items.sort(key=lambda item: (rank(item), hashlib.sha256(item.nodeid.encode()).digest()))
+    the one that compiles it. The whole grids come after all that `make test` has of them."""
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("full") is not None,
+            rank(item),
+            hashlib.sha256(item.nodeid.encode()).digest(),
+        )
+    )
 
 
 _build: list[subprocess.Popen[bytes]] = []

@@ -19,6 +19,11 @@ from diptych.shared.config import EngineConfig
 from tests.conformance.test_contracts import cases
 from tests.gpu import flashinfer_modules, harness, session
 from tests.gpu.flashinfer_modules import BUILT, EXPERTS, Module, missing, modules_of
+from tests.house.tree import ROOT
+
+
+READ_AND_NOT = ("gpu/test_waits.py", "gpu/test_session.py", "conftest.py")
+"""A file with such tests, one without, and one that is no test."""
 
 
 class Source:
@@ -73,6 +78,18 @@ def test_tests_that_wait_for_a_compiler_come_last() -> None:
     ]
     shuffled = [ordered[i] for i in (4, 0, 5, 2, 3, 1)]
     assert sorted(shuffled, key=session.rank) == ordered
+
+
+def test_files_without_tests_of_a_gpu_are_not_read() -> None:
+    """The mark stands in the file of the test: another one cannot hand it on."""
+    files = [
+        path for path in (ROOT / "tests").rglob("*.py") if session.OF_GPU.search(path.read_text("utf-8"))
+    ]
+    assert [path.name for path in files if not path.name.startswith("test_")] == []
+    for expression, is_left_out in (("gpu and not gpus or contract", True), ("not gpu", False), ("", False)):
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+        ends = [session.pytest_ignore_collect(ROOT / "tests" / name, config) for name in READ_AND_NOT]
+        assert ends == [None, True if is_left_out else None, None]
 
 
 @pytest.fixture(scope="module")
