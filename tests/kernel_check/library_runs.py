@@ -1,6 +1,6 @@
 """Checks kernels of libraries with many seeds: how often is there a false alarm? With a CUDA GPU:
 
-python -m tests.kernel_check.library_runs --seeds 1000 --json FILE goes on where FILE ends.
+python -m tests.kernel_check.library_runs --seeds 1000 --json FILE [--processes N] goes on where FILE ends.
 
 `torch`: the functions of `right`; `diptych`: this project's kernels; `flashinfer`: where it is installed;
 `vllm`: its CPU kernels, which need no GPU. A
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,22 @@ from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.kernels.bias import check_bias
 from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
-from diptych.shared.tools.conformance.kernels.one_call import check_form, check_values, sentence
+from diptych.shared.tools.conformance.kernels.one_call import (
+    check_form,
+    check_values,
+    device_works,
+    sentence,
+)
+from diptych.shared.tools.conformance.kernels.problem import Like
 from diptych.shared.tools.conformance.kernels.run import check_kernel, problems_of
 from tests.kernel_check.cheat_runs import cases_of
+from tests.kernel_check.honest_runs import made_once
+from tests.kernel_check.many_seeds import Alarms, Task, run_seeds
 from tests.kernel_check.right import RIGHT
 
-CHUNK = 20
 HEAD_DIMS = (64, 128, 256)
 UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be", "failed to dispatch",
                "% vec_elem_num", "expected scalar type", "primitive descriptor")  # fmt: skip
-Alarms = tuple[int, int, list[str]]  # checks, refused, alarms
 
 
 def flashinfer_functions() -> dict[str, Callable[..., Any]]:
@@ -96,21 +104,22 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run_function(like: str, form: str, function: Callable[..., Any], seed: int) -> Alarms:
+def run_function(operation: Like, form: str, function: Callable[..., Any], seed: int) -> Alarms:
     torch.manual_seed(seed)
-    convention, cases = convention_of(like, form), cases_of(like, 0)
-    report = check_kernel(refusing(function), form, LIKES[like], convention, cases, seed=seed)
+    convention, cases = convention_of(operation.name, form), cases_of(operation.name, 0)
+    report = check_kernel(refusing(function), form, operation, convention, cases, seed=seed)
     alarms = [f"seed {seed}, {each.case}: {each.failure}" for each in report.failing]
     return len(report.verdicts), report.num_refused, alarms
 
 
-def run_own(like: str, seed: int) -> Alarms:
+def run_own(operation: Like, seed: int) -> Alarms:
     """The kernel that is timed beside a function, which has the inputs of its problem. That of `verify`
     accepts drafts that equal samples of the target: more seldom than the check asks."""
-    convention, cases, refused, alarms = convention_of(like, "torch"), cases_of(like, 0), 0, []
+    convention, cases = convention_of(operation.name, "torch"), cases_of(operation.name, 0)
+    refused, alarms = 0, []
     for case in cases:
-        problem, _ = problems_of(LIKES[like], convention, case, seed)
-        if problem.ours is None or like == "verify":
+        problem, _ = problems_of(operation, convention, case, seed)
+        if problem.ours is None or operation.name == "verify":
             refused += 1
             continue
         try:
@@ -120,30 +129,55 @@ def run_own(like: str, seed: int) -> Alarms:
             check_bias(problem, results)
         except Mismatch as mismatch:
             alarms.append(f"seed {seed}, {case.name}: {sentence(mismatch)}")
+        except Exception as error:  # of a kernel: it ends no other check
+            alarms.append(f"seed {seed}, {case.name}: {type(error).__name__}: {error}")
     return len(cases), refused, alarms
 
 
-def runs_of(libraries: list[str]) -> dict[str, Callable[[int], Alarms]]:
-    """ "library operation" -> the check of one seed."""
-    runs: dict[str, Callable[[int], Alarms]] = {}
-    plain = [like for like, library in RIGHT if library == "torch"]
-    for like in plain:
-        if "torch" in libraries:
-            runs[f"torch {like}"] = lambda seed, a=like: run_function(a, "torch", RIGHT[a, "torch"], seed)  # type: ignore[misc]
-        if "diptych" in libraries:
-            runs[f"diptych {like}"] = lambda seed, a=like: run_own(a, seed)  # type: ignore[misc]
-    if "flashinfer" in libraries:
-        for like, function in flashinfer_functions().items():
-            runs[f"flashinfer {like}"] = lambda seed, a=like, f=function: run_function(
-                a, "flashinfer", f, seed
-            )  # type: ignore[misc]
-    if "vllm" in libraries:
+@cache
+def functions_of(library: str) -> dict[str, Callable[[Like, int], Alarms]]:
+    """operation -> the check of one seed."""
+    plain = [like for like, form in RIGHT if form == "torch"]
+    if library == "diptych":
+        return dict.fromkeys(plain, run_own)
+    if library == "flashinfer":
+        found = {(like, library): each for like, each in flashinfer_functions().items()}
+    elif library == "vllm":
         from tests.kernel_check.vllm_functions import refuse_truncated, vllm_functions
 
-        for (like, form), function in vllm_functions().items():
-            whole = refuse_truncated(function)
-            runs[f"vllm {like}"] = lambda seed, a=like, b=form, f=whole: run_function(a, b, f, seed)  # type: ignore[misc]
-    return runs
+        found = {key: refuse_truncated(each) for key, each in vllm_functions().items()}
+    else:
+        found = {(like, "torch"): RIGHT[like, "torch"] for like in plain}
+
+    def check(form: str, function: Callable[..., Any]) -> Callable[[Like, int], Alarms]:
+        return lambda operation, seed: run_function(operation, form, function, seed)
+
+    return {like: check(form, function) for (like, form), function in found.items()}
+
+
+def run_seed(libraries: tuple[str, ...], like: str, seed: int) -> dict[str, Alarms]:
+    """ "library operation" -> what is found. The libraries share inputs and expected results."""
+    if torch.cuda.is_available():
+        torch.set_num_threads(1)  # other processes have the other cores
+    operation = replace(LIKES[like], make=made_once(LIKES[like].make))
+    found = {f"{each} {like}": functions_of(each)[like](operation, seed) for each in libraries}
+    if not device_works():
+        raise RuntimeError(f"{', '.join(found)}, seed {seed}: the GPU fails after the check: {found}")
+    return found
+
+
+def tasks_of(libraries: list[str], likes: list[str] | None) -> dict[str, Task]:
+    """Kernels that are compiled when they are first called are tasks of their own."""
+    chosen = likes or [like for like, form in RIGHT if form == "torch"]
+    groups = (("torch", "diptych"), ("flashinfer",), ("vllm",))
+    tasks: dict[str, Task] = {}
+    for group in groups:
+        present = tuple(each for each in group if each in libraries)
+        for like in chosen:
+            if present and like in functions_of(present[0]):
+                names = [f"{each} {like}" for each in present]
+                tasks[names[0]] = Task(names, partial(run_seed, present, like))
+    return tasks
 
 
 def main() -> None:
@@ -151,27 +185,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--libraries", default="torch,diptych,flashinfer,vllm")
     parser.add_argument("--like", action="append")
-    parser.add_argument("--json", type=Path, required=True, help="Written after every chunk of seeds.")
+    parser.add_argument("--json", type=Path, required=True, help="Written while seeds are run.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="No seed begins later.")
     arguments = parser.parse_args()
     libraries = arguments.libraries.split(",")
     for library in {"flashinfer", "vllm"} & set(libraries):
         if importlib.util.find_spec(library) is None:
             libraries.remove(library)
             print(f"{library} is not installed: its kernels are left out", flush=True)
-    rows = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
-    runs = {name: run for name, run in runs_of(libraries).items()
-            if not arguments.like or name.partition(" ")[2] in arguments.like}  # fmt: skip
-    for end in range(CHUNK, arguments.seeds + CHUNK, CHUNK):
-        for name, run in runs.items():
-            row = rows.setdefault(name, {"seeds": 0, "checks": 0, "refused": 0, "alarms": []})
-            for seed in range(row["seeds"], min(end, arguments.seeds)):
-                checks, refused, alarms = run(seed)
-                row["seeds"], row["checks"] = seed + 1, row["checks"] + checks
-                row["refused"], row["alarms"] = row["refused"] + refused, row["alarms"] + alarms
-            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in rows.items())
-            arguments.json.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-        print(f"{min(end, arguments.seeds)} seeds, {sum(len(row['alarms']) for row in rows.values())} alarms",
-              flush=True)  # fmt: skip
+    tasks = tasks_of(libraries, arguments.like)
+    ends_at = time.monotonic() + arguments.seconds
+    rows = run_seeds(tasks, arguments.seeds, arguments.json, arguments.processes, ends_at)
+    for name, row in rows.items():
+        counts = f"{row['seeds']} seeds, {row['checks']} cases, {row['refused']} refused"
+        print(f"{name}: {counts}, {len(row['alarms'])} alarms", *row["alarms"][:2], sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from diptych.shared.tools.conformance.kernels.sampler_like import make_sampler
 from diptych.shared.tools.conformance.kernels.verify_like import make_verify
 from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
 from tests.kernel_check import library_runs
+from tests.kernel_check.many_seeds import Record
 from tests.kernel_check.right import RIGHT
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
@@ -91,13 +92,25 @@ def test_runs_of_libraries_count_and_go_on(tmp_path: Path, monkeypatch: pytest.M
     for name in ("torch silu_and_mul", "diptych silu_and_mul"):
         assert rows[name] == {"seeds": 2, "checks": num_cases, "refused": 0, "alarms": []}
     right = RIGHT["rope", "torch"]
-    assert library_runs.run_function("rope", "torch", lambda *a: (right(*a)[0], a[1]), 0)[2]
+    assert library_runs.run_function(LIKES["rope"], "torch", lambda *a: (right(*a)[0], a[1]), 0)[2]
+
+
+def test_a_stop_leaves_rows_without_gaps(tmp_path: Path) -> None:
+    """Seeds may end in another order; a row has those before the first that has not ended."""
+    record = Record(tmp_path / "runs.json")
+    record.add("f", 1, (3, 1, ["seed 1"]))
+    record.write()
+    assert Record(record.path).rows["f"]["seeds"] == 0
+    record.add("f", 0, (3, 0, []))
+    record.write()
+    assert Record(record.path).rows == {"f": {"seeds": 2, "checks": 6, "refused": 1, "alarms": ["seed 1"]}}
+    assert Record(record.path).next_seed("f") == 2
 
 
 def test_an_error_that_names_what_is_not_supported_refuses() -> None:
     def norm(*_: object) -> None:
         raise RuntimeError("Unsupported head dimension: 80")
 
-    checks, refused, alarms = library_runs.run_function("rms_norm", "torch", norm, 0)
+    checks, refused, alarms = library_runs.run_function(LIKES["rms_norm"], "torch", norm, 0)
     assert checks == refused
     assert alarms == []

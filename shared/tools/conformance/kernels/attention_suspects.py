@@ -50,6 +50,28 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
     return {"out": output, "lse": lse} if change.get("lse") else {"out": output}
 
 
+def rounding_of_scores(problem: Problem) -> float:
+    """How far an element of the output may be off when scores are sums in float32, in any order.
+
+    The roundings of a sum of n products are a random walk: they add up to sqrt(n) * 2^-24 * sum(|q_i * k_i|)
+    or less (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). Scores that
+    are off by d_t move the output, sum(p_t * v_t), by sum(p_t * d_t * (v_t - output))."""
+    q, k, v = (problem[name].cpu().double() for name in "qkv")
+    kv_heads = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[2])
+    starts, lens, largest = problem["qo_indptr"].cpu(), problem["lens"].tolist(), 0.0
+    for i, rows in enumerate(q.split(starts.diff().tolist())):
+        pages = problem["page_table"][i].cpu().long()
+        keys, values = (_of_heads(x[pages].flatten(0, 1)[: lens[i]], kv_heads) for x in (k, v))
+        is_seen = torch.ones(len(rows), lens[i], dtype=torch.bool).tril(lens[i] - len(rows))
+        scores = torch.einsum("mhd,nhd->hmn", rows, keys) * problem.constants["scale"]
+        shares = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        sizes = torch.einsum("mhd,nhd->hmn", rows.abs(), keys.abs()) * problem.constants["scale"]
+        output = torch.einsum("hmn,nhd->hmd", shares, values)
+        apart = (values.movedim(1, 0)[:, None] - output[:, :, None]).abs()
+        largest = max(largest, float(torch.einsum("hmn,hmnd->hmd", shares * sizes, apart).max()))
+    return float(q.shape[2] ** 0.5 * 2.0**-24 * largest)
+
+
 def _of_heads(rows: torch.Tensor, kv_heads: torch.Tensor) -> torch.Tensor:
     """The rows [num_tokens, kv_heads, size] of each query head; those of one KV head are not copied."""
     return rows.expand(-1, len(kv_heads), -1) if rows.shape[1] == 1 else rows[:, kv_heads]

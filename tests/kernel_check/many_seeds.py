@@ -1,0 +1,105 @@
+"""Runs the seeds of several checks in several processes, and records what is found while they run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Alarms = tuple[int, int, list[str]]
+"""Cases checked, cases refused, and alarms of one seed."""
+Rows = dict[str, dict[str, Any]]
+WRITE_SECONDS = 20.0
+
+
+class Task(NamedTuple):
+    """`run(seed)` gives what is found for each of the `names`. A process is given it by pickling."""
+
+    names: list[str]
+    run: Callable[[int], dict[str, Alarms]]
+
+
+class Record:
+    """The rows of a file. A row counts seeds from 0 on without a gap."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: Rows = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self._waiting: dict[str, dict[int, Alarms]] = {}
+        self._written_at = time.monotonic()
+
+    def next_seed(self, name: str) -> int:
+        return int(self.rows.get(name, {"seeds": 0})["seeds"])
+
+    def add(self, name: str, seed: int, found: Alarms) -> None:
+        row = self.rows.setdefault(name, {"seeds": 0, "checks": 0, "refused": 0, "alarms": []})
+        waiting = self._waiting.setdefault(name, {})
+        waiting[seed] = found
+        while row["seeds"] in waiting:
+            checks, refused, alarms = waiting.pop(row["seeds"])
+            row["seeds"], row["checks"] = row["seeds"] + 1, row["checks"] + checks
+            row["refused"], row["alarms"] = row["refused"] + refused, row["alarms"] + alarms
+        if time.monotonic() > self._written_at + WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """A stop while it writes leaves the file before."""
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in self.rows.items())
+        new = self.path.with_name(f"{self.path.name}.new")
+        new.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        new.replace(self.path)
+        self._written_at = time.monotonic()
+
+
+class ThisProcess(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def pool_of(processes: int) -> Executor:
+    if processes == 1:
+        return ThisProcess()
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+
+
+def run_seeds(tasks: dict[str, Task], seeds: int, path: Path, processes: int, ends_at: float) -> Rows:
+    """The task with the fewest seeds is next. Other seeds of a task wait for its first one, which may compile
+    kernels. No seed begins after `ends_at`, of time.monotonic."""
+    record = Record(path)
+    following = {key: min(map(record.next_seed, task.names)) for key, task in tasks.items()}
+    first = dict(following)
+    running: dict[Future[dict[str, Alarms]], tuple[str, int]] = {}
+    finished: set[str] = set()
+
+    def next_task() -> str | None:
+        if time.monotonic() > ends_at:
+            return None
+        free = [
+            key for key, seed in following.items() if seed < seeds and (key in finished or seed == first[key])
+        ]
+        return min(free, key=lambda key: following[key] - first[key], default=None)
+
+    with pool_of(processes) as pool:
+        try:
+            while True:
+                while len(running) < processes and (key := next_task()) is not None:
+                    running[pool.submit(tasks[key].run, following[key])] = key, following[key]
+                    following[key] += 1
+                if not running:
+                    return record.rows
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key, seed = running.pop(future)
+                    for name, found in future.result().items():
+                        if seed >= record.next_seed(name):
+                            record.add(name, seed, found)
+                    finished.add(key)
+        finally:
+            record.write()
