@@ -59,8 +59,8 @@ OF_GPU = re.compile(r"mark\.(gpus?|contract)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without a test of a GPU, when only such tests are asked for: each worker would import them all and
-    make 25,000 tests, for half a minute."""
+    """Files without a test of a GPU, when only such tests are asked for: each worker would import them all
+    and make 25,000 tests, for half a minute."""
     wanted = "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr.replace(
         "not gpus", ""
     )

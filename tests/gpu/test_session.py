@@ -21,7 +21,6 @@ from tests.gpu import flashinfer_modules, harness, session
 from tests.gpu.flashinfer_modules import BUILT, EXPERTS, Module, missing, modules_of
 from tests.house.tree import ROOT
 
-
 READ_AND_NOT = ("gpu/test_waits.py", "gpu/test_session.py", "conftest.py")
 """A file with such tests, one without, and one that is no test."""
 
