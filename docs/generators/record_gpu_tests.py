@@ -1,6 +1,6 @@
 """Records a run of the tests on a GPU in docs/measurements/data/, for the page *What works where*.
 
-    make test-gpu
+    make test-gpu-all
     python -m docs.generators.record_gpu_tests build/gpu-tests/*.xml \
         --card "NVIDIA H100 80GB HBM3" --gpus 2 --torch 2.13.0 --commit 5f9d2320
 
