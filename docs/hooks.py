@@ -10,6 +10,7 @@ under source/: no page of them is in the navigation or in the search.
 """
 
 import difflib
+import json
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from ruff import find_ruff_bin
 sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file by its path
 
 from docs.figures import five_requests, sheets
-from docs.generators.definitions import definition_of
+from docs.generators.definitions import definitions
 from docs.generators.expand import expand
 from docs.generators.notebook_pages import page_of
 from docs.generators.record_notebooks import NOTEBOOKS
@@ -37,36 +38,17 @@ RUN = "course/run.html"
 MAX_COLUMNS = 88
 
 _GITHUB = "https://github.com"
-_PROJECTS = {
-    "SGLang": "sgl-project/sglang",
-    "vLLM": "vllm-project/vllm",
-    "sglang-jax": "sgl-project/sglang-jax",
-    "mini-sglang": "sgl-project/mini-sglang",
-    "FlashInfer": "flashinfer-ai/flashinfer",
-    "llama.cpp": "ggml-org/llama.cpp",
-    "nano-vllm": "GeeeekExplorer/nano-vllm",
-}
-_PAPERS = {
-    "AWQ": "2306.00978", "DistServe": "2401.09670", "FlashAttention": "2205.14135", "GPTQ": "2210.17323",
-    "Efficiently Scaling Transformer Inference": "2211.05102", "FlashAttention-3": "2407.08608",
-    "FP8 Formats for Deep Learning": "2209.05433", "GPipe": "1811.06965", "LLM.int8()": "2208.07339",
-    "Fast Inference from Transformers via Speculative Decoding": "2211.17192", "MegaBlocks": "2211.15841",
-    "Megatron-LM": "1909.08053", "Outrageously Large Neural Networks": "1701.06538",
-    "SpecInfer": "2305.09781",
-    "NanoFlow: Towards Optimal Large Language Model Serving Throughput": "2408.12757",
-    "SmoothQuant": "2211.10438", "Switch Transformers": "2101.03961",
-    "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve": "2403.02310",
-}  # fmt: skip
+_OTHERS = json.loads((ROOT / "docs/generators/others.json").read_text(encoding="utf-8"))
 OTHERS = [
     *(
         (rf"{re.escape(name)} (issue|pull request) (\d+)", rf"[\g<0>]({_GITHUB}/{place}/issues/\2)")
-        for name, place in _PROJECTS.items()
+        for name, place in _OTHERS["projects"].items()
     ),
     (r"`(python/sglang/[\w/.]+)`", rf"[`\1`]({_GITHUB}/sgl-project/sglang/tree/main/\1)"),
     (r"`(vllm/[\w/.]+)`", rf"[`\1`]({_GITHUB}/vllm-project/vllm/tree/main/\1)"),
     *(
         (rf"\*{re.escape(name)}\*", rf"[\g<0>](https://arxiv.org/abs/{number})")
-        for name, number in _PAPERS.items()
+        for name, number in _OTHERS["papers"].items()
     ),
 ]
 """What pages name of other projects, as a regular expression -> its link. GitHub leads from the issue of a
@@ -79,9 +61,11 @@ _LISTED = re.compile(r"^ *\d+\. |^ +\S|^$")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.(?:py|ipynb))`(?!\])")
 _QUOTED = re.compile(
-    r'(<pre\b(?:(?!<pre\b).)*?</pre>)((?:(?!<pre\b).)*?<a class="source"[^>]*>([^<,]+\.py), )', re.DOTALL
+    r"(<pre\b(?:(?!<pre\b).)*?</pre>)"
+    r'((?:(?!<pre\b).)*?<a class="source"[^>]*>([^<,]+\.py), lines (\d+)-(\d+)<)',
+    re.DOTALL,
 )
-_NAME = re.compile(r'(<span class="o">\.</span>)?<span class="n">(\w+)</span>')
+_NAME = re.compile(r'(?<=<span class="n">)\w+(?=</span>)')
 _RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 
@@ -93,7 +77,10 @@ def on_files(files: Files, config: Any) -> Files:
     for file in files.documentation_pages():
         for line in expand(file.content_string).splitlines():
             quote = _QUOTE.match(line)
-            named.update([quote.group(2)] if quote else _NAMED.findall(line))
+            named.update(_NAMED.findall(line))
+            if quote:
+                places = definitions(quote.group(2), _section(*quote.group(2, 3))[0]).values()
+                named.update([quote.group(2), *(place[0] for place in places if place is not None)])
     for name in sorted(named):
         if name.endswith(".py") and (ROOT / name).is_file():
             files.append(_page(config, _page_of(name), _source_page(name)))
@@ -129,10 +116,12 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             if new:
                 lines[-1] += f' {{hl_lines="{" ".join(map(str, new))}"}}'
             lines.append(textwrap.indent(_formatted(path, label), indent))
-            number = _section(path, label)[0]
+            numbers = _section(path, label)[0]
             url = _url(_page_of(path), page, files)
             assert url is not None, path
-            link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
+            first, last = numbers[0], numbers[-1]
+            where = f"{path}, lines {first}-{last}"
+            link = f'{indent}<a class="source" href="{url}#__codelineno-0-{first}">{where}</a>'
         elif in_fence or line.startswith("#"):
             repository: str | None = getattr(config, "repo_url", None)
             if in_fence and line.startswith("make run") and repository:
@@ -150,17 +139,15 @@ def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
     """The first use of each name in a quote leads to its definition."""
 
     def with_links(quote: re.Match[str]) -> str:
-        code, behind, path = quote.groups()
-        seen = set(re.findall(r'<span class="n[cf]">(\w+)</span>', code))
+        code, behind, path, first, last = quote.groups()
+        places = dict(definitions(path, range(int(first), int(last) + 1)))
 
         def with_link(match: re.Match[str]) -> str:
-            dot, name = match.groups()
-            place = None if name in seen or "/toys/" in path else definition_of(path, name, bool(dot))
-            if place is None or (url := _url(_page_of(place[0]), page, files)) is None:
+            place = places.pop(match.group(), None)
+            if place is None or "/toys/" in path:
                 return match.group()
-            seen.add(name)
-            link = f'<a class="name" href="{url}#__codelineno-0-{place[1]}">{name}</a>'
-            return f'{dot or ""}<span class="n">{link}</span>'
+            url = _url(_page_of(place[0]), page, files)
+            return f'<a class="name" href="{url}#__codelineno-0-{place[1]}">{match.group()}</a>'
 
         return _NAME.sub(with_link, code) + behind
 
@@ -229,8 +216,8 @@ def _source_page(path: str) -> str:
     )
 
 
-def _section(path: str, label: str) -> tuple[int, str]:
-    """(line number of its first line, text without markers); the whole file without a label."""
+def _section(path: str, label: str) -> tuple[range, str]:
+    """(numbers of its lines, text without markers); the whole file without a label."""
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     first, end = 0, len(lines)
     if label:
@@ -239,7 +226,7 @@ def _section(path: str, label: str) -> tuple[int, str]:
             raise PluginError(f"{path} has no section {label!r}")
         first, end = min(marked) + 1, max(marked)
     text = "\n".join(line for line in lines[first:end] if "--8<--" not in line)
-    return first + 1, textwrap.dedent(text) + "\n"
+    return range(first + 1, end + 1), textwrap.dedent(text) + "\n"
 
 
 def _formatted(path: str, label: str) -> str:

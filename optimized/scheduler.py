@@ -67,18 +67,11 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
-        requests, timeline = self.requests, self.parts.timeline
+        requests = self.requests
         requests.finish_overdue()
         num_ahead = self.decoding.num_ahead(requests.running) if self.overlaps else 0
         self._catch_up(num_left=num_ahead)
-        try:
-            with timeline.span("schedule"):
-                batch = self.get_next_batch_to_run()
-        except BaseException as error:
-            self.pipeline.streams.synchronize()
-            self.pipeline.batches.clear()
-            requests.abandon(error)
-            raise
+        batch = self._choose_batch()
         is_launched = batch is not None and self._launch(batch)
         may_wait = is_launched and not self._prefill_follows()
         self._catch_up(num_left=num_ahead if may_wait else 0)
@@ -88,6 +81,17 @@ class Scheduler(interface.Scheduler):
         return requests.take_outputs()
 
     # --8<-- [end:scheduler-step]
+
+    def _choose_batch(self) -> ScheduleBatch | None:
+        """The next batch. An exception ends all requests and is raised again."""
+        try:
+            with self.parts.timeline.span("schedule"):
+                return self.get_next_batch_to_run()
+        except BaseException as error:
+            self.pipeline.streams.synchronize()
+            self.pipeline.batches.clear()
+            self.requests.abandon(error)
+            raise
 
     def _launch(self, batch: ScheduleBatch) -> bool:
         """Launch a batch, and cache its prompts before their results are known. False: the model refuses
@@ -265,11 +269,11 @@ class Scheduler(interface.Scheduler):
     # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:
         requests, num_token_ids = self.requests, self.parts.num_token_ids
-        for req, token_ids, logprobs in zip(batch.batch.reqs, result.token_ids, result.logprobs):
+        for req, token_ids, tokens in zip(batch.batch.reqs, result.token_ids, result.tokens):
             if not token_ids:
                 continue  # its prompt is not complete, or it has left a round
             if batch.rows.pop(req, None) is not None:
-                requests.append_tokens(req, token_ids, logprobs)
+                requests.append_tokens(req, *tokens)
             if token_ids[0] < 0 and req in batch.prompts and held_nan(req, num_token_ids):
                 self._discard(batch.prompts[req], batch)
 

@@ -192,13 +192,11 @@ class Scheduler(interface.Scheduler):
         requests, tree_cache = self.requests, self.parts.tree_cache
         with self.parts.timeline.span("process results"):
             # --8<-- [start:process-batch-result]
-            for i, (req, token_ids, logprobs) in enumerate(
-                zip(batch.reqs, result.token_ids, result.logprobs)
-            ):
+            for i, (req, tokens) in enumerate(zip(batch.reqs, result.tokens)):
                 if req is requests.chunked_req:  # its prompt is not complete: the token has no meaning
                     tree_cache.cache_unfinished_req(req)
                     continue
-                requests.append_tokens(req, token_ids, logprobs)
+                requests.append_tokens(req, *tokens)
                 if not req.finished and i < batch.num_extend_reqs:
                     tree_cache.cache_unfinished_req(req)
                     requests.running.append(req)

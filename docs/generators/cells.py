@@ -41,7 +41,7 @@ class _Cells(string.Formatter):
         if isinstance(value, bool):
             return "yes" if value else "no"
         if isinstance(value, list):
-            return ", ".join(map(str, value))
+            return str(len(value)) if format_spec == "len" else ", ".join(map(str, value))
         if unit not in UNITS:
             return format(value, format_spec)
         factor, digits, tail = UNITS[unit]

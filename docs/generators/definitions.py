@@ -1,57 +1,70 @@
-"""Where a name in quoted code is defined: in its file, an imported one, or one class of shared/."""
+"""Where the names in quoted code are defined: jedi finds it, or one folder has the only definition."""
 
 from __future__ import annotations
 
-import ast
+import builtins
+import json
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import jedi
 import torch
 
 ROOT = Path(__file__).parents[2]
-CONTRACTS = ("shared/interfaces/", "shared/types/")  # where one of several classes with a member is meant
-FOLDERS = (*CONTRACTS, "shared/scheduling/", "shared/config/", "shared/flags/")
-_OTHERS = (list, dict, set, str, int, slice, torch, torch.Tensor, torch.nn.functional)
+LISTED = json.loads(Path(__file__).with_name("names.json").read_text("utf-8"))
+"""Names that jedi does not find, and why: their package, or the file of their definition."""
+_OTHERS = (builtins, list, dict, set, str, int, slice, torch, torch.Tensor, torch.nn.functional)
 NOT_OURS = {name for each in _OTHERS for name in dir(each)}
+NOT_OURS.update(" ".join(LISTED["other packages"].values()).split())
+
+Place = tuple[str, int]
 
 
 @cache
-def names_of(path: str) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
-    """(names of the module, members of its classes, name -> module that it is imported from)."""
-    top, members, imports = dict[str, int](), dict[str, int](), dict[str, str]()
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    for body in (tree.body, *(each.body for each in tree.body if isinstance(each, ast.ClassDef))):
-        for node in body:
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            for name in (getattr(node, "name", ""), *(getattr(each, "id", "") for each in targets)):
-                (top if body is tree.body else members).setdefault(name, node.lineno)
-    for part in ast.walk(tree):
-        match part:
-            case ast.ImportFrom(module=str(module), names=names):
-                imports.update({each.name: module for each in names})
-            case ast.Attribute(value=ast.Name("self"), ctx=ast.Store()):
-                members.setdefault(part.attr, part.lineno)
-    return top, members, imports
+def _names_of(path: str) -> list[Any]:
+    script = jedi.Script(path=ROOT / path, project=jedi.Project(ROOT))
+    return list(script.get_names(all_scopes=True, references=True))
 
 
 @cache
-def _members_of_shared() -> dict[str, list[tuple[str, int]]]:
-    found: dict[str, list[tuple[str, int]]] = {}
-    for path in (file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "shared").rglob("*.py"))):
-        for name, line in names_of(path)[1].items() if path.startswith(FOLDERS) else ():
-            found.setdefault(name, []).append((path, line))
+def definitions(path: str, lines: range) -> dict[str, Place | None]:
+    """Each name in these lines -> path and line of its definition; None: it is in these lines, or of another
+    package. A name without one raises `ValueError`."""
+    names = [each for each in _names_of(path) if each.line in lines]
+    found = dict.fromkeys([each.name for each in names if each.is_definition()])
+    for each in names:
+        if each.name not in found:
+            found[each.name] = None if each.name in NOT_OURS else _definition(path, each)
+    here = {name for name, place in found.items() if place and place[0] == path and place[1] in lines}
+    return found | dict.fromkeys(here)
+
+
+def _definition(path: str, name: Any) -> Place | None:
+    for each in name.goto(follow_imports=True):
+        file = Path(each.module_path or "/").resolve()
+        return (file.relative_to(ROOT).as_posix(), each.line) if file.is_relative_to(ROOT) else None
+    receiver = re.search(r"(\w+)\.$", name.get_line_code()[: name.column])
+    of_type = f"shared/types/{receiver[1]}.py" if receiver else ""
+    places = LISTED["receivers without a type"].items()
+    chosen = next((file for file, names in places if name.name in names.split()), of_type)
+    if (ROOT / chosen).is_file():
+        for number, line in enumerate((ROOT / chosen).read_text("utf-8").splitlines(), start=1):
+            if re.match(rf" +(?:def |[\w.]+\.)?{name.name}(?:\(|: | = )", line):
+                return chosen, number
+    for pattern in (path, "shared/types/*.py", "shared/interfaces/*.py", "shared/**/*.py"):
+        if len(places := _members(pattern).get(name.name, ())) == 1:
+            return places[0]
+    raise ValueError(f"{path}, line {name.line}: no definition of {name.name!r} is found")
+
+
+@cache
+def _members(pattern: str) -> dict[str, list[Place]]:
+    """Members of the classes in these files -> where they are."""
+    found: dict[str, list[Place]] = {}
+    for path in sorted(ROOT.glob(pattern)):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+            if match := re.match(r"(?: {4}(?:def )?| +self\.)(\w+)(?:\(|: | = )", line):
+                found.setdefault(match[1], []).append((path.relative_to(ROOT).as_posix(), number))
     return found
-
-
-def definition_of(path: str, name: str, is_member: bool) -> tuple[str, int] | None:
-    """Path and line, for a name in the code of a file; None if it is not of the project, or not clear."""
-    top, members, imports = names_of(path)
-    if name in (members if is_member else top) and not (is_member and name in NOT_OURS):
-        return path, (members if is_member else top)[name]
-    if is_member:
-        all_places = [] if name in NOT_OURS else _members_of_shared().get(name, [])
-        places = [each for each in all_places if each[0].startswith(CONTRACTS)] or all_places
-        return places[0] if len(places) == 1 else None
-    module = imports.get(name, "").removeprefix("diptych.").replace(".", "/")
-    files = [each for each in (f"{module}.py", f"{module}/__init__.py") if (ROOT / each).is_file()]
-    return definition_of(files[0], name, False) if files else None

@@ -9,9 +9,10 @@ A page defines a table in its marker, and other pages show it by its name:
     row: {0.flags.model} | {1.time_per_token_s:ms}
     -->
 
-`rows` is a function of result_rows.py or profile_rows.py with its arguments; without it each result is a row.
-`row` has templates of cells (cells.py); without it the rows are cells. `names` are the first cells. Columns
-that `bars` names have a bar behind each number, on one scale.
+A file with a folder in its name is a record of tests. `rows` is a function of result_rows.py or
+profile_rows.py with its arguments; without it each result is a row. `row` has templates of cells (cells.py);
+without it the rows are cells. `names` are the first cells. Columns that `bars` names have a bar behind each
+number, on one scale.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from docs.generators import profile_rows, result_rows
 from docs.generators.cells import cell
-from docs.generators.tables import Notes, notes_of, table
+from docs.generators.tables import Notes, notes_of, read, table
 
 DOCS = Path(__file__).parents[1]
 DATA = DOCS / "measurements" / "data"
@@ -71,7 +72,7 @@ def _cells(of: Notes, files: Sequence[str]) -> list[list[object]]:
     rows = getattr(result_rows, kind, None) or getattr(profile_rows, kind)
     if arguments:
         rows = rows(*arguments)
-    found = list(rows(*(load(file)["results"] for file in files)))
+    found = list(rows(*map(results_of, files)))
     if "row" in of:
         found = [[cell(template, row) for template in of["row"].split(" | ")] for row in found]
     return [[name, *row] for name, row in zip(of["names"].split(" | "), found)] if "names" in of else found
@@ -80,6 +81,8 @@ def _cells(of: Notes, files: Sequence[str]) -> list[list[object]]:
 def source(names: Sequence[str]) -> str:
     if not names:
         return "*Source: counted when this page is built.*"
+    if "/" in names[0]:
+        return f"*Source: `{names[0]}`.*"
     places = dict.fromkeys(where(load(name)) for name in names)
     paths = ", ".join(f"`docs/measurements/data/{name}.json`" for name in names)
     return f"*Source: {paths} ({'; '.join(places)}).*"
@@ -95,6 +98,12 @@ def where(report: dict[str, Any]) -> str:
 def load(name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     return report
+
+
+def results_of(name: str) -> list[dict[str, Any]]:
+    """Of a record of tests: its rows, which have their key as `name`."""
+    found: Any = read(name) if "/" in name else load(name)["results"]
+    return [{"name": key, **row} for key, row in found.items()] if isinstance(found, dict) else found
 
 
 def recording(*names: str) -> str:

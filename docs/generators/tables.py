@@ -202,13 +202,6 @@ def reproducers(*server: str) -> str:
     return table(["Reproducer", "Request", "Expected", "Got"], rows)
 
 
-def server_faults() -> str:
-    """Planted faults of a server's chat: the check that names each, and what measures of calls find."""
-    found = read("tests/server_check/vendor_style.json")
-    rows = [[cell(row["what"]), code(row["check"]), row["by"] or "missed"] for row in found]
-    return table(["Fault", "`diptych check server`", "K2's measures"], rows)
-
-
 def read(path: str) -> Any:
     """A file of JSON, by its path in the repository."""
     return json.loads((ROOT / path).read_text(encoding="utf-8"))
@@ -301,24 +294,6 @@ def cheats() -> str:
     return table(
         ("", "A kernel that", "What finds it", "Named in", *peers["1"]), rows, "rlll" + "l" * len(peers["1"])
     )
-
-
-def honest_kernels() -> str:
-    """Checks of right kernels with many seeds."""
-    rows = []
-    for row in read("tests/kernel_check/honest_runs.json"):
-        counts = (row["seeds"], f"{row['checks']:,}", len(row["alarms"]))
-        rows.append((code(row["like"]), ", ".join(row["functions"]), *counts))
-    return table(("Operation", "Functions", "Seeds", "Cases checked", "False alarms"), rows, "llrrr")
-
-
-def library_kernels() -> str:
-    """Checks of a library's kernels with many seeds."""
-    rows = []
-    for name, row in read("tests/kernel_check/library_runs.json").items():
-        counts = (row["seeds"], f"{row['checks']:,}", f"{row['refused']:,}", len(row["alarms"]))
-        rows.append((code(name.partition(" ")[2]), *counts))
-    return table(("Operation", "Seeds", "Cases", "Refused", "Alarms"), rows, "lrrrr")
 
 
 def clients() -> str:

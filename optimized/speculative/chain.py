@@ -18,7 +18,19 @@ from diptych.optimized.speculative.node_sampler import NodeSampler
 from diptych.optimized.speculative.round import KeptRows, Outcome, RoundInFlight
 from diptych.optimized.speculative.round_batch import RoundBatches
 from diptych.shared.interfaces import SchedulerParts
-from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, LogprobsOutput
+from diptych.shared.speculation.node_sampling import EarlyBans
+from diptych.shared.types import (
+    DraftBatch,
+    DraftShape,
+    DraftTree,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    LogprobsOutput,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+)
 
 
 class ChainRound:
@@ -46,15 +58,13 @@ class ChainRound:
         runs, run_lens = self.runs.look_up(starts.places)
         newest = self.pipeline.future_map.token_ids[starts.places]
         draft_batch = self.batches.draft_batch(reqs, starts, run_lens, newest)
-        with self.parts.timeline.span("draft"):
-            tree = self.drafter.draft(draft_batch, shape)
+        tree = self._draft(draft_batch, shape)
         depths = tree.depths.amax(dim=1)  # the next call of the drafter overwrites the tree
         forward_batch = self._verify_batch(draft_batch, tree)
         count_runs(info, runs)
         if bans is not None:
             bans = bans._replace(num_left=bans.num_left - run_lens)
-        with self.parts.timeline.forward(forward_batch):
-            logits_output, sampled = self.node_sampler.run(reqs, forward_batch, info, tree, bans)
+        logits_output, sampled = self._forward_and_sample(forward_batch, reqs, info, tree, bans)
         target_ids = sampled.next_token_ids.view(-1, tree.num_draft_tokens)
         accepted = self.draft_tree.accept(tree, target_ids, batch.max_kept - 1)
         # --8<-- [end:speculative-step]
@@ -78,6 +88,21 @@ class ChainRound:
         numbers = torch.cat([accepted.token_ids, num_kept[:, None], depths[:, None]], dim=1)
         found = sampled.logprobs
         return Outcome(numbers, found and LogprobsOutput(*(values[rows] for values in found)))
+
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        with self.parts.timeline.span("draft"):
+            return self.drafter.draft(batch, shape)
+
+    def _forward_and_sample(
+        self,
+        batch: ForwardBatch,
+        reqs: list[Req],
+        info: SamplingBatchInfo,
+        tree: DraftTree,
+        bans: EarlyBans | None,
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        with self.parts.timeline.forward(batch):
+            return self.node_sampler.run(reqs, batch, info, tree, bans)
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         """A batch with all nodes as an extension of their request. Causal attention is correct for a

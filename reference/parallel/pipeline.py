@@ -166,12 +166,8 @@ class PipelineScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
         requests = self.requests
         requests.finish_overdue()
-        try:
-            with self.parts.timeline.span("schedule"):
-                batch = self.get_next_batch_to_run()
-        except BaseException as error:
-            requests.abandon(error)
-            raise
+        with self._errors_end(None):
+            batch = self.get_next_batch_to_run()
         if batch is not None:
             requests.num_steps += 1
             self._launch(batch)

@@ -17,7 +17,9 @@ from diptych.shared.types import (
     DraftTree,
     ForwardBatch,
     ForwardMode,
+    LogitsOutput,
     Req,
+    SampleOutput,
     SamplingBatchInfo,
 )
 
@@ -45,15 +47,11 @@ class ChainRound:
     def run(self, batch: DraftBatch, shape: DraftShape) -> tuple[BatchResult, list[int]]:
         """Run a round: each request's accepted tokens and one more, and the depth of
         its drafts. Commits the KV of accepted tokens and frees the other slots."""
-        with self.parts.timeline.span("draft"):
-            tree = self.drafter.draft(batch, shape)
+        tree = self._draft(batch, shape)
         depths = tree.depths.amax(dim=1).tolist()  # the next call of the drafter overwrites the tree
         forward_batch = self._verify_batch(batch, tree)
         info = self._node_sampling_info(batch.reqs, tree)
-        with self.parts.timeline.forward(forward_batch):
-            logits_output, sampled = self.parts.model_runner.forward_and_sample(
-                forward_batch, self.parts.sampler, info, self.parts.num_token_ids
-            )
+        logits_output, sampled = self._forward_and_sample(forward_batch, info)
         num_nodes = tree.num_draft_tokens
         paths = self._accept(tree, sampled.next_token_ids.view(-1, num_nodes))
         slots = self._keep_slots(batch.reqs, paths)
@@ -72,6 +70,17 @@ class ChainRound:
         token_ids = [[ids[start + node] for node in path] for start, path in zip(starts, paths)]
         found = [[logprobs[start + node] for node in path if logprobs] for start, path in zip(starts, paths)]
         return BatchResult(token_ids, found, forward_batch, logits_output), depths
+
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        with self.parts.timeline.span("draft"):
+            return self.drafter.draft(batch, shape)
+
+    def _forward_and_sample(
+        self, batch: ForwardBatch, info: SamplingBatchInfo
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        parts = self.parts
+        with parts.timeline.forward(batch):
+            return parts.model_runner.forward_and_sample(batch, parts.sampler, info, parts.num_token_ids)
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         """A batch with all nodes as an extension of their request. Causal attention is correct for a

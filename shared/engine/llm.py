@@ -234,15 +234,17 @@ class LLM:
         with self._live.exclusive():
             if not self.scheduler.has_work():
                 return False
-            outputs = self.scheduler.step()
-            with self.timeline.span("detokenise"):
-                self._deliver(outputs, self.assembly.weights.version)
-            if self.timeline.is_on:
-                stats, free = self.stats(), self.assembly.parts.allocator.available_size()
-                self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
+            self._deliver_step(self.scheduler.step())
             return True
 
     # --8<-- [end:step-in-process]
+
+    def _deliver_step(self, outputs: list[StepOutput]) -> None:
+        with self.timeline.span("detokenise"):
+            self._deliver(outputs, self.assembly.weights.version)
+        if self.timeline.is_on:
+            stats, free = self.stats(), self.assembly.parts.allocator.available_size()
+            self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
 
     def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
         for output in outputs:

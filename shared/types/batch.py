@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -132,6 +133,11 @@ class BatchResult(NamedTuple):
     # The step of the model, for a drafter that continues from it in the same step.
     forward_batch: ForwardBatch | None = None
     logits_output: LogitsOutput | None = None
+
+    @property
+    def tokens(self) -> Iterator[tuple[list[int], list[TokenLogprob]]]:
+        """New tokens and their log-probabilities, for one request after the other."""
+        return zip(self.token_ids, self.logprobs)
 
 
 @dataclass(frozen=True)

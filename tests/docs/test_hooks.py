@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("mkdocs")
 from docs import hooks
+from docs.generators import definitions
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,17 +136,24 @@ def test_a_path_links_to_its_source() -> None:
     assert _shown(f"`{notebook}.ipynb`, `notebooks/none.ipynb`") == f"{link}, `notebooks/none.ipynb`"
 
 
-def test_a_name_leads_to_its_definition() -> None:
-    for dotted, place in {
-        "held_nan": "shared/scheduling/stop_conditions.py",
+def test_a_name_leads_to_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build ends at a name without one, so every name of every quote has its place."""
+    path = "reference/scheduler.py"
+    found = definitions.definitions(path, hooks._section(path, "get-next-batch")[0])
+    for name, file in {
         "ScheduleBatch": "shared/types/batch.py",  # through __init__
-        "._discard": "reference/scheduler.py",
-        ".fill_ids": "shared/types/req.py",
+        "get_batch_decode": path,
+        "running": "shared/scheduling/lifecycle.py",
+        "enable_mixed_chunk": "shared/flags/engine_flags.py",
     }.items():
-        name = dotted.removeprefix(".")
-        path, line = hooks.definition_of("reference/scheduler.py", name, name != dotted) or ("", 0)
-        assert (path, name in (ROOT / path).read_text("utf-8").splitlines()[line - 1]) == (place, True)
-    assert hooks.definition_of("reference/scheduler.py", "append", True) is None  # of a list
+        where, line = found[name] or ("", 0)
+        assert (where, name in (ROOT / where).read_text("utf-8").splitlines()[line - 1]) == (file, True)
+    assert {found[name] for name in ("self", "prefill", "decodable")} == {None}
+    toy = "docs/course/toys/01_forward_pass.py"
+    monkeypatch.setattr(definitions, "NOT_OURS", set())
+    definitions.definitions.cache_clear()
+    with pytest.raises(ValueError, match=f"{toy}, line 28: no definition of 'wk' is found"):
+        definitions.definitions(toy, range(28, 29))
 
 
 def test_other_projects_are_links() -> None:

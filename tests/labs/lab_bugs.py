@@ -107,7 +107,7 @@ BUGS = (
                 "                    tree_cache.cache_unfinished_req(req)\n                    continue\n",
                 "                    tree_cache.cache_unfinished_req(req)\n"
                 "                    if not req.output_ids:\n"
-                "                        requests.append_tokens(req, token_ids, logprobs)\n"
+                "                        requests.append_tokens(req, *tokens)\n"
                 "                    continue\n",
             ),
         ),

@@ -63,9 +63,9 @@ W("02", "each slot that is freed frees its page", "free", "free-whole-pages", "o
 W("02", "freeing twice does no harm", "free", "freed-twice", "given to two requests",
           (('assert not not_used, f"pages {sorted(not_used)} are not allocated"', "pass"),))
 W("03", "a prompt has no token to give", "one request", "one-request", "the first output token",
-          (("                requests.append_tokens(req, token_ids, logprobs)\n",
+          (("                requests.append_tokens(req, *tokens)\n",
             "                if i >= batch.num_extend_reqs:\n"
-            "                    requests.append_tokens(req, token_ids, logprobs)\n"),))
+            "                    requests.append_tokens(req, *tokens)\n"),))
 W("03", "a request that ended joins the others", "one request", "ends-at-once", "may have ended",
           (("if not req.finished and i < batch.num_extend_reqs:", "if i < batch.num_extend_reqs:"),))
 W("03", "who runs goes first", "admission", "preemption", "prefill before decode",
@@ -90,9 +90,9 @@ W("03", "KV of a NaN may stay", "failures", "nan-prompt", "leaves the cache",
           (("                if has_no_token and held_nan(req, self.parts.num_token_ids):\n                    self._discard(req)\n",
             "                pass\n"),))
 W("03", "discard before the request has ended", "failures", "nan-prompt", "while a request locks",
-          (("                requests.append_tokens(req, token_ids, logprobs)\n",
-            "                if i < batch.num_extend_reqs and token_ids[0] < 0:\n                    self._discard(req)\n"
-            "                requests.append_tokens(req, token_ids, logprobs)\n"),
+          (("                requests.append_tokens(req, *tokens)\n",
+            "                if i < batch.num_extend_reqs and tokens[0][0] < 0:\n                    self._discard(req)\n"
+            "                requests.append_tokens(req, *tokens)\n"),
            ("                if has_no_token and held_nan(req, self.parts.num_token_ids):\n                    self._discard(req)\n",
             "                pass\n")))
 W("04", "only free slots are memory", "budgets", "initial-budgets", "evictable",
