@@ -40,10 +40,10 @@ class MyScheduler(Scheduler):
         raise NotImplementedError("TODO shortage: as few requests as possible lose their memory")
 
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        """result.token_ids and .logprobs have a list for each request of the batch, for
-        `requests.append_tokens`. The first batch.num_extend_reqs requests come from a prefill: one of them
-        may be `requests.chunked_req`, whose prompt goes on, and the others join `requests.running`, if they
-        have not ended. `parts.tree_cache.cache_unfinished_req` shares the pages of those that go on.
+        """result.tokens has the arguments of `requests.append_tokens` for each request of the batch, and
+        result.token_ids their tokens alone. The first batch.num_extend_reqs requests come from a prefill: one
+        of them may be `requests.chunked_req`, whose prompt goes on, and the others join `requests.running`,
+        if they have not ended. `parts.tree_cache.cache_unfinished_req` shares the pages of those that go on.
 
         A request that ends with a token id below 0 had no token to choose. Then
         `held_nan(req, parts.num_token_ids)` (shared/scheduling/stop_conditions.py) is True if NaN was the

@@ -95,8 +95,8 @@ def make() -> str:
     caption = (
         "Steps of the optimized panel on one H200: decode steps with 1,024 tokens of context, and one prompt "
         "of 8,192 tokens. A step at the slope is bound by the memory bandwidth, one at the flat part by the "
-        "GEMM rate. Numbers: requests of a decode step of Qwen3-8B. More requests do more operations with "
-        "the same weights, so the points move up and to the right."
+        "rate of matrix multiplications. Numbers: requests of a decode step of Qwen3-8B. More requests do "
+        "more operations with the same weights, so the points move up and to the right."
     )
     shapes = legend((f"s{hue}", shape) for hue, shape in hues().items())
     return figure(draw().html("fluid", label) + boxes(shapes), caption)

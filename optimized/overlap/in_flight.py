@@ -194,7 +194,6 @@ class Pipeline:
         self._last_info = None if may_change else (reqs, info)
         return info
 
-    # --8<-- [start:sample-late]
     def _forward(self, launched: BatchInFlight) -> None:
         """Run the model without sampling, because a grammar or processor reads the
         previous token."""
@@ -202,6 +201,7 @@ class Pipeline:
         with self.parts.timeline.forward(resolved):
             launched.logits_output = self.parts.model_runner.forward(resolved)
 
+    # --8<-- [start:sample-late]
     def sample(self, launched: BatchInFlight) -> None:
         """Sample, after all previous tokens are known. The logits are valid until the
         next forward pass."""
