@@ -68,8 +68,7 @@ reference_bug("ForgetsWhatItFound",
               "A prompt with NaN logits takes the prefix with it that it found in the cache.",
               ("scheduler", "discard(key, req.kv_matched_len)", "discard(key, 0)"))
 reference_bug("TokensInReverse", "The last request of a batch gets the token of the first.",
-              ("scheduler", "zip(batch.reqs, result.token_ids, result.logprobs)",
-               "zip(batch.reqs, result.token_ids[::-1], result.logprobs)"))
+              ("scheduler", "zip(batch.reqs, result.tokens)", "zip(batch.reqs, [*result.tokens][::-1])"))
 reference_bug("PromptFillsMoreThanThePool", "A prompt may have some tokens more than the pool.",
               ("shared.scheduling.admission", "if num_prompt > pool_size:", "if num_prompt > pool_size + 2:"))
 reference_bug("VictimsStay", "What preemption chose is not retracted.",
