@@ -113,10 +113,25 @@ class Collectives(interface.Collectives):
     def send(self, x: torch.Tensor, to: int) -> None:
         self._finish(x, "send", [x.contiguous()], to, 0)
 
+    def start_send(self, x: torch.Tensor, to: int) -> Work:
+        """`send` that returns immediately. x, which is contiguous, must not be overwritten until the work is
+        completed."""
+        sent: Work = self._group(x.device).send([x], to, 0)
+        return sent
+
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
         self._finish(like, "recv", [received], source, 0)
         return received
+
+    def start_receive(self, received: torch.Tensor, source: int) -> Work:
+        """Receive into a contiguous tensor, which is there when the work is completed."""
+        work: Work = self._group(received.device).recv([received], source, 0)
+        return work
+
+    def beside(self, name: str) -> NcclCollectives:
+        """Another group of the same ranks, whose operations do not wait for those of this one."""
+        return NcclCollectives(self._store, self.rank, self.size, self._limit.total_seconds(), name)
 
     def _finish(self, x: torch.Tensor, operation: str, *args: object) -> None:
         """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""

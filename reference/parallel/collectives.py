@@ -64,6 +64,11 @@ class Collectives(interface.Collectives):
     def send(self, x: torch.Tensor, to: int) -> None:
         self._finish(self.group.send, [x.contiguous()], to, 0)
 
+    def start_send(self, x: torch.Tensor, to: int) -> Work:
+        """`send` that returns immediately. x, which is contiguous, must not be overwritten until the work is
+        completed."""
+        return self.group.send([x], to, 0)
+
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
         self._finish(self.group.recv, [received], source, 0)

@@ -17,16 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from diptych.reference.parallel.collectives import Collectives
 from diptych.reference.schedule_batch import make_forward_batch
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.interfaces import (
-    AttentionBackend,
-    CausalLM,
-    SchedulerParts,
-    TokenToKVPool,
-)
+from diptych.shared.interfaces import Collectives, ModelRunner, SchedulerParts
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.parallel.tensor_frames import pack, unpack
 from diptych.shared.sampling.logprobs import (
@@ -59,13 +53,11 @@ NO_INPUT_LOGPROBS = (None,) * len(InputLogprobs._fields)
 class Stage:
     """The layers of one rank. `ranks`: all stages, in the order of the layers."""
 
-    def __init__(
-        self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool, ranks: Collectives
-    ) -> None:
-        self.model = model
-        self.attention = attention
-        self.kv_pool = kv_pool
-        self.ranks = ranks
+    def __init__(self, runner: ModelRunner, ranks: Collectives) -> None:
+        self.model = runner.model
+        self.attention = runner.attention
+        self.kv_pool = runner.kv_pool
+        self.ranks: Any = ranks
         self.is_first = ranks.rank == 0
         self.is_last = ranks.rank == ranks.size - 1
         self._results: deque[bytes] = deque()  # of the last stage
@@ -135,7 +127,7 @@ class Stage:
 
     def _start_send(self, x: torch.Tensor, to: int) -> Any:
         """x must not be overwritten until `wait` of the result has returned."""
-        return self.ranks.group.send([x], to, 0)
+        return self.ranks.start_send(x, to)
 
 
 def _named(kind: Callable[..., _Any], parts: Sequence[torch.Tensor | None]) -> _Any | None:
@@ -259,3 +251,14 @@ class PipelineScheduler(Scheduler):
         token_ids = [] if found is None or ids is None else ids.tolist()
         extending = reqs[: launched.batch.num_extend_reqs]
         distribute_input_logprobs(extending, launched.num_input_logprobs, token_ids, found)
+
+
+def implementation(component: str, impl: Any, config: EngineConfig, ranks: Collectives) -> Any:
+    """What a stage has in place of an implementation of a component."""
+    if component != "scheduler":
+        return impl
+
+    def scheduler(config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> Scheduler:
+        return PipelineScheduler(config, model_config, parts, Stage(parts.model_runner, ranks))
+
+    return scheduler

@@ -48,9 +48,8 @@ def check_parallel_flags(flags: EngineFlags) -> None:
     if flags.pp > 1:
         one_token = ": stages pass on one token of a request a step"
         for name, value, only, why in (
-            ("tp", flags.tp, 1, ""),
+            ("tp", flags.tp, 1, ": a rank is in one group, of stages or of parts of layers"),
             ("speculative", flags.speculative, None, one_token),
-            ("enable_mixed_chunk", flags.enable_mixed_chunk, False, ""),
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")

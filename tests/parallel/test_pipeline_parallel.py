@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
+import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from diptych.reference.parallel.pipeline import PipelineScheduler, Stage
+from diptych.optimized.parallel import pipeline as optimized
+from diptych.optimized.parallel.stage_messages import HostMessages
+from diptych.reference.parallel import pipeline as reference
+from diptych.reference.parallel.pipeline import PipelineScheduler
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.ranks import collectives_of
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.loading.pipeline_stages import layers_of
 from diptych.shared.parallel.alone import ALONE
@@ -24,8 +28,19 @@ from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import FinishAbort, Req
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
-from tests.planted import Bug, Bugs
+from tests.scheduler.late_streams import LateStreams
 
+HOST_PARTS = (
+    *("scheduler", "model_runner", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder"),
+    "collectives",
+)
+PANELS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "optimized": {"use": dict.fromkeys(HOST_PARTS, "optimized")},  # without Triton's kernels
+}
+MAX_STEPS = 500
+NUM_AHEAD = {"reference": 0, "optimized": 1}
+"""Batches in flight beyond one for each stage."""
 FLAGS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"chunked_prefill_size": 8, "page_size": 4},
@@ -39,7 +54,7 @@ FOUR_LAYERS = {
 
 
 class Run(NamedTuple):
-    """The run of one rank. `num_under_way`: the most batches together."""
+    """The run of one rank. `num_under_way`: the most batches together, behind a step."""
 
     assembly: Assembly
     reqs: list[Req]
@@ -49,30 +64,38 @@ class Run(NamedTuple):
 def of_stages(
     config: EngineConfig,
     size: int,
-    disturb: Callable[[PipelineScheduler, int], None] = lambda scheduler, step: None,
+    disturb: Callable[[Any, int], None] = lambda scheduler, step: None,
+    seconds: float = 60.0,
 ) -> list[Run]:
     """`disturb` is called before each step."""
 
     def run(group: Any) -> Run:
         assembly = assemble(config.updated(pp=size), clock=lambda: 0.0, tp=group)
         scheduler, reqs, most, step = assembly.scheduler, requests(), 0, 0
-        assert isinstance(scheduler, PipelineScheduler)
+        assert isinstance(scheduler, (reference.PipelineScheduler, optimized.PipelineScheduler))
         for req in reqs:
             scheduler.add_request(req)
         while scheduler.has_work():
+            assert step < MAX_STEPS, "requests do not end"
             disturb(scheduler, step)
             scheduler.step()
             most = max(most, len(scheduler.under_way))
             step += 1
-        return Run(assembly, reqs, most + 1)
+        return Run(assembly, reqs, most)
 
-    return on_ranks(size, run)
+    return on_ranks(size, run, seconds, impl=collectives_of(config))
 
 
 def output_ids(reqs: list[Req]) -> list[list[int]]:
     return [req.output_ids for req in reqs]
 
 
+def under_way(panel: str, size: int) -> int:
+    """The most batches in flight between two steps."""
+    return size - 1 + NUM_AHEAD[panel]
+
+
+@pytest.mark.parametrize("panel", PANELS)
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
@@ -81,9 +104,9 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
         *(pytest.param("qwen3-moe", name, marks=pytest.mark.full) for name in ("whole", "no radix cache")),
     ],
 )
-def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str) -> None:
-    config = make_config(folders[model], **FLAGS[flags])
-    expected = answers(assemble(config))
+def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str, panel: str) -> None:
+    config = make_config(folders[model], **FLAGS[flags], **PANELS[panel])
+    expected = answers(assemble(make_config(folders[model], **FLAGS[flags])))
     for run in of_stages(config, 2):
         for req, alone in zip(run.reqs, expected):
             assert req.output_ids == alone.output_ids
@@ -93,9 +116,10 @@ def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str) -
             )
             for found, wanted in pairs:
                 assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert run.num_under_way == 2
+        assert run.num_under_way == under_way(panel, 2)
 
 
+@pytest.mark.parametrize("panel", PANELS)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -104,15 +128,15 @@ def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str) -
         for size in (3, 4)
     ],
 )
-def test_more_stages(tmp_path: Path, name: str, size: int) -> None:
+def test_more_stages(tmp_path: Path, name: str, size: int, panel: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FOUR_LAYERS[name]))
-    config = make_config(str(tmp_path))
-    whole = assemble(config)
+    config = make_config(str(tmp_path), **PANELS[panel])
+    whole = assemble(make_config(str(tmp_path)))
     expected = output_ids(answers(whole))
     runs = of_stages(config, size)
     for run in runs:
         assert output_ids(run.reqs) == expected
-        assert run.num_under_way == size
+        assert run.num_under_way == under_way(panel, size)
     counts = [sum(each.numel() for each in run.assembly.model.parameters()) for run in runs]
     num_whole = sum(each.numel() for each in whole.model.parameters())
     embedding = whole.model.model.embed_tokens.weight.numel()
@@ -121,21 +145,22 @@ def test_more_stages(tmp_path: Path, name: str, size: int) -> None:
     assert layers == [len(layers_of(sum(layers), rank, size)) for rank in range(size)]
 
 
-def retract_some(scheduler: PipelineScheduler, step: int) -> None:
+def retract_some(scheduler: Any, step: int) -> None:
     if step % 3 == 2 and scheduler.under_way:
         reqs = scheduler.under_way[0].batch.reqs
         scheduler.retract(reqs[step % len(reqs)].rid)
 
 
-def test_requests_that_leave_a_batch_under_way(folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("panel", PANELS)
+def test_requests_that_leave_a_batch_under_way(folders: dict[str, str], panel: str) -> None:
     """The token of a retracted request is sampled again, that of an aborted one is dropped."""
-    config = make_config(folders["llama"])
-    expected = output_ids(answers(assemble(config)))
+    config = make_config(folders["llama"], **PANELS[panel])
+    expected = output_ids(answers(assemble(make_config(folders["llama"]))))
     for run in of_stages(config, 2, retract_some):
         assert output_ids(run.reqs) == expected
         assert sum(req.num_retractions for req in run.reqs) > 3
 
-    def abort(scheduler: PipelineScheduler, step: int) -> None:
+    def abort(scheduler: Any, step: int) -> None:
         if step == 5:
             assert scheduler.under_way
             assert not scheduler.flush_cache()
@@ -150,19 +175,67 @@ def test_requests_that_leave_a_batch_under_way(folders: dict[str, str]) -> None:
         assert run.assembly.scheduler.flush_cache()
 
 
-def test_prompts_in_flight_are_running(folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("panel", PANELS)
+def test_prompts_in_flight_are_running(folders: dict[str, str], panel: str) -> None:
     """So there are never more requests than `max_running_requests`, however many stages take prompts."""
-    config = make_config(folders["llama"]).updated(max_running_requests=2)
+    config = make_config(folders["llama"], **PANELS[panel]).updated(max_running_requests=2)
     expected = output_ids(answers(assemble(config)))
     most = [0]
 
-    def count(scheduler: PipelineScheduler, _: int) -> None:
+    def count(scheduler: Any, _: int) -> None:
         state = scheduler.state()
         most.append(len({req.rid for req in (*state.running, state.chunked_req) if req is not None}))
 
     for run in of_stages(config, 2, count):
         assert output_ids(run.reqs) == expected
     assert max(most) == 2
+
+
+OVERLAPPED: dict[str, dict[str, Any]] = {
+    "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
+    "not ahead": {"disable_overlap_schedule": True},
+}
+
+
+@pytest.mark.parametrize("flags", OVERLAPPED)
+def test_what_the_overlapped_pipeline_does_more(folders: dict[str, str], flags: str) -> None:
+    config = make_config(folders["llama"], **PANELS["optimized"], **OVERLAPPED[flags])
+    expected = output_ids(answers(assemble(make_config(folders["llama"]))))
+    for run in of_stages(config, 2):
+        assert output_ids(run.reqs) == expected
+        assert run.num_under_way == 1 + (flags != "not ahead")
+
+
+def test_a_request_that_reads_its_tokens_waits_for_them(folders: dict[str, str]) -> None:
+    """Words of several tokens are banned by what the CPU has read, as grammars mask. Others run ahead."""
+    banned = replace(requests()[0].sampling_params, bad_word_ids=((69, 69), (31, 31)))
+    ahead: list[int] = []
+
+    def ask(scheduler: Any) -> list[Req]:
+        reqs = requests()
+        for req in reqs[::2]:
+            req.sampling_params = banned
+        for req in reqs:
+            scheduler.add_request(req)
+        while scheduler.has_work():
+            scheduler.step()
+            counts = getattr(scheduler, "stages", None)
+            ahead.extend(
+                n for req, n in counts.num_in_flight().items() if req.needs_output
+            ) if counts else None
+        return reqs
+
+    expected = output_ids(ask(assemble(make_config(folders["llama"])).scheduler))
+    config = make_config(folders["llama"], **PANELS["optimized"]).updated(pp=2)
+
+    def run(group: Any) -> tuple[Assembly, list[Req]]:
+        assembly = assemble(config, clock=lambda: 0.0, tp=group)
+        return assembly, ask(assembly.scheduler)
+
+    for _, reqs in on_ranks(2, run, impl=collectives_of(config)):
+        assert output_ids(reqs) == expected
+    assert set(ahead) == {1}
+    assert expected != output_ids(answers(assemble(make_config(folders["llama"]))))
 
 
 class Late:
@@ -187,6 +260,24 @@ class LateScheduler(PipelineScheduler):
         super().__init__(config.updated(enable_mixed_chunk=False), model_config, parts, stage)
 
 
+class LateAheadScheduler(optimized.PipelineScheduler):
+    """Three stages in one whose batches are computed when something waits for them: memory that is freed
+    while they are in flight has other contents by then."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
+        ranks: Any = SimpleNamespace(rank=2, size=3)
+        stage = optimized.Stage(parts.model_runner, ranks, NoMessages(ranks))
+        stage.is_first = True
+        stage.streams = LateStreams(random.Random(0))
+        parts.model_runner.is_late = True  # type: ignore[attr-defined]
+        super().__init__(config, model_config, parts, stage)
+
+
+class NoMessages(HostMessages):
+    def send_tokens(self, results: Any) -> None:
+        """There are no other stages."""
+
+
 def schedules() -> list[Any]:
     """Schedules of the scheduler's contract; some of them in the fast cut."""
     names = ("any-schedule", "any-schedule-of-any-requests")
@@ -198,9 +289,10 @@ def schedules() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("impl", [LateScheduler, LateAheadScheduler])
 @pytest.mark.parametrize(("clause", "case"), schedules())
-def test_any_schedule(clause: Clause, case: Any) -> None:
-    clause.run(LateScheduler, case, None)
+def test_any_schedule(clause: Clause, case: Any, impl: Any) -> None:
+    clause.run(impl, case, None)
 
 
 def test_layers_of_a_stage() -> None:
@@ -214,65 +306,18 @@ def test_layers_of_a_stage() -> None:
     [
         ({"pp": 2, "tp": 2}, "pp=2 does not work with tp=2"),
         ({"pp": 2, "speculative": "ngram"}, "speculative=ngram; it must be None: stages pass on one token"),
-        ({"pp": 2, "enable_mixed_chunk": True}, "pp=2 does not work with enable_mixed_chunk=True"),
-        ({"pp": 2, "use": {"scheduler": "optimized"}}, "pp=2 runs in panel=reference without use"),
+        (
+            {"pp": 2, "enable_mixed_chunk": True},
+            "pp=2 does not work with enable_mixed_chunk=True in panel=ref",
+        ),
+        (
+            {"pp": 2, "use": {"scheduler": "optimized"}},
+            "these are scheduler=optimized, model_runner=reference",
+        ),
+        ({"pp": 2, "max_loras_per_batch": 2}, "do not work with pp=2"),
         ({"pp": 0}, "pp must be an integer >= 1"),
     ],
 )
 def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assemble(make_config(folders["llama"], **flags), tp=ALONE)
-
-
-def _all_stay(self: PipelineScheduler, launched: Any) -> list[Req | None]:
-    """Retractions are not noticed."""
-    return [req if self.requests.live.get(req.rid) is req else None for req in launched.batch.reqs]
-
-
-def _from_one_buffer(self: Stage, x: torch.Tensor, to: int) -> Any:
-    """Each micro-batch is sent from the same memory, while the one before may be on its way."""
-    if x.dtype != torch.float32:
-        return START_SEND(self, x, to)
-    if not hasattr(self, "buffer"):
-        self.buffer = torch.zeros(100_000)  # type: ignore[attr-defined]
-    sent = self.buffer[: x.numel()].view(x.shape)  # type: ignore[attr-defined]
-    sent.copy_(x)
-    return START_SEND(self, sent, to)
-
-
-def _slow(self: Stage, *args: Any) -> None:
-    """The last stage lags behind."""
-    if self.is_last:
-        time.sleep(0.02)
-    LAUNCH(self, *args)
-
-
-START_SEND, LAUNCH = Stage._start_send, Stage.launch
-PLANTED = Bugs("pipeline", finder="answers of one stage")
-for _name, (_where, _wrong) in {
-    "tokens of retracted requests are kept": (
-        "diptych.reference.parallel.pipeline.PipelineScheduler._staying",
-        _all_stay,
-    ),
-    "a send buffer is reused": ("diptych.reference.parallel.pipeline.Stage._start_send", _from_one_buffer),
-    "layers are in reverse": (
-        "diptych.shared.loading.pipeline_stages.layers_of",
-        lambda num_layers, rank, size: layers_of(num_layers, size - 1 - rank, size),
-    ),
-}.items():
-    PLANTED.add(_name, _wrong, _name, where=_where)
-
-
-@PLANTED.found_by(honest=True)
-def test_a_planted_bug_changes_the_answers(
-    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> bool:
-    config = make_config(folders["llama"]).updated(check_invariants=False)
-    expected = output_ids(answers(assemble(config)))
-    monkeypatch.setattr("diptych.reference.parallel.pipeline.Stage.launch", _slow)
-    bug.plant_in(monkeypatch)
-    try:
-        found = [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)]
-    except (AssertionError, RuntimeError) as error:
-        return {"answers of one stage": str(error)}
-    return found != [expected] * 2

@@ -141,10 +141,11 @@ class LeadScheduler(Scheduler):
     def step(self) -> list[StepOutput]:
         """Raises `EngineProcessEnded`, now and in every later call, if another rank has ended."""
         self._tell("step")
-        with self.watchdog.working():
-            outputs = self.scheduler.step()
-        self._check()
-        return outputs
+        try:
+            with self.watchdog.working():
+                return self.scheduler.step()
+        finally:
+            self._check()  # an error here may follow from the end of another rank
 
     def flush_cache(self) -> bool:
         self._tell("flush_cache")

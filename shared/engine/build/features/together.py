@@ -9,7 +9,7 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine.build.features import Feature
 from diptych.shared.engine.build.plan import Plan
-from diptych.shared.interfaces import CausalLM, MoE, Sampler, Scheduler, SchedulerParts
+from diptych.shared.interfaces import CausalLM, MoE, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.dp_attention import PassDispatch, in_lockstep
@@ -37,17 +37,8 @@ class Pipeline(Feature):
     """Each rank has some of the layers; batches go from one to the next."""
 
     def implementation(self, component: str, impl: Any) -> Any:
-        if component != "scheduler":
-            return impl
-        pipeline = registry.load_part("pipeline")
-
-        def scheduler(config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> Scheduler:
-            runner: Any = parts.model_runner
-            stage = pipeline.Stage(runner.model, runner.attention, parts.kv_pool, self.plan.ranks)
-            made: Scheduler = pipeline.PipelineScheduler(config, model_config, parts, stage)
-            return made
-
-        return scheduler
+        pipeline = registry.load_part(f"{self.plan.selection['scheduler']} pipeline")
+        return pipeline.implementation(component, impl, self.plan.config, self.plan.ranks)
 
 
 class SharedExperts(Feature):
@@ -93,10 +84,34 @@ def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
             f"collectives=reference run over gloo on device=cpu, and the device is {device}; choose "
             "panel=optimized or use collectives=optimized"
         )
-    if config.pp > 1 and (config.panel != "reference" or config.use):
+    if config.pp > 1:
+        check_pipeline(config, selection)
+
+
+IN_PIPELINES = ("scheduler", "model_runner", "models")
+"""Components of a stage: it launches batches with the first, through the second, over layers of the third."""
+
+
+def check_pipeline(config: EngineConfig, selection: Mapping[str, str]) -> None:
+    """Raise `ValueError` for components of which there is no stage."""
+    panel = selection["scheduler"]
+    for component in IN_PIPELINES:
+        allowed = ("reference", panel) if panel == "optimized" and component == "models" else (panel,)
+        if panel not in registry.PANELS or selection[component] not in allowed:
+            chosen = ", ".join(f"{name}={selection[name]}" for name in IN_PIPELINES)
+            raise ValueError(
+                f"pp={config.pp} runs with the scheduler, the model runner and the models of one panel; "
+                f"these are {chosen}; choose panel=reference or panel=optimized, without use of them"
+            )
+    if panel == "reference" and config.enable_mixed_chunk:
         raise ValueError(
-            f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "
-            f"{dict(config.use)}; choose panel=reference"
+            f"pp={config.pp} does not work with enable_mixed_chunk=True in panel=reference, whose stages "
+            "launch a decode step of one micro-batch alone; choose panel=optimized"
+        )
+    if selection["collectives"] == "reference" and panel == "optimized" and str(config.device) != "cpu":
+        raise ValueError(
+            f"pp={config.pp} with collectives=reference runs over gloo on device=cpu, and the device is "
+            f"{config.device}; choose collectives=optimized"
         )
 
 
