@@ -64,21 +64,21 @@ class Stage:
         self.messages = messages
         self._unfinished: deque[Pending | Coming] = deque()  # results of launches
 
-    # --8<-- [start:stage-launch]
     @torch.inference_mode()
     def launch(self, batch: Launched, info: SamplingBatchInfo, parts: SchedulerParts) -> None:
-        """Queue this rank's layers. `finish` returns the results, in order of
-        launches."""
+        """Queue this rank's layers. `finish` returns the results, in order of launches."""
         queued = self.streams.launch(lambda: self._run(batch, info, parts))
         if not self.is_last:
             batch.coming = self.messages.receive_results(batch.batch.batch_size, batch.has_rest, batch.store)
         self._unfinished.append(batch.coming or queued)
 
+    # --8<-- [start:stage-launch]
     def _run(self, batch: Launched, info: SamplingBatchInfo, parts: SchedulerParts) -> Any:
         """Receive, compute, and send or sample. Returns what the CPU gets."""
-        if not self.is_first:
-            self.runner.model.entry.load(batch.keep(self._receive(batch.forward_batch.num_tokens)))
         resolved = batch.forward_batch  # with names, which other stages do not read
+        if not self.is_first:
+            hidden_states = self._receive(resolved.num_tokens)
+            self.runner.model.entry.load(batch.keep(hidden_states))
         if self.is_first or self.is_last:
             resolved = batch.keep(batch.resolve())
         with parts.timeline.forward(resolved):
@@ -244,7 +244,6 @@ class StagesInFlight(Pipeline):
         ahead = self.num_in_flight()
         return [req for req in running if len(req.output_ids) + ahead[req] < req.max_new_tokens]
 
-    # --8<-- [start:next-micro-batch]
     def ready(self, decodable: Sequence[Req], runs_ahead: bool) -> list[Req]:
         """The next micro-batch: one of as many as there are stages, so that all ranks are
         busy. Its requests are not in the newest batches, if there are others."""
@@ -253,8 +252,6 @@ class StagesInFlight(Pipeline):
         newest = {req for each in list(self.batches)[1 - num_stages :] for req in each.rows}
         waiting = [req for req in ready if req not in newest]
         return (waiting or ready)[: -(-len(decodable) // num_stages)]
-
-    # --8<-- [end:next-micro-batch]
 
     def sampling_info(
         self, reqs: list[Req], num_in_flight: list[int], reads_texts: bool = True

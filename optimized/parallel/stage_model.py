@@ -34,7 +34,8 @@ class Entry:
 
     # --8<-- [start:entry-buffer]
     def load(self, x: torch.Tensor) -> None:
-        """x is kept until the next call. Rows behind it are zero, so padding computes no NaN."""
+        """x is kept until the next call. Rows behind it are zero: padding computes no
+        NaN."""
         n = x.shape[0]
         self._large = x if n > self.buffer.shape[0] else None
         if self._large is None:
@@ -43,7 +44,8 @@ class Entry:
             self._num_filled = n
 
     def rows(self, num_tokens: int) -> torch.Tensor:
-        """A copy, which the first layer may overwrite. Zeros where nothing of this size was received."""
+        """A copy, which the first layer may overwrite. Zeros where nothing of this size
+        was received."""
         if num_tokens <= self.buffer.shape[0]:
             return self.buffer[:num_tokens].clone()
         if self._large is None:

@@ -1,4 +1,4 @@
-"""Planted bugs of pipelines: wrong order, stale hidden states, rows of requests that have left, lost tokens."""
+"""Planted bugs of pipelines: wrong order, stale hidden states, rows of requests that left, lost tokens."""
 
 from __future__ import annotations
 
