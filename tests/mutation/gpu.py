@@ -20,7 +20,7 @@ import pytest
 from tests.house.tree import ROOT
 from tests.mutation.mutants import Mutant
 
-MARKS = "gpu and not gpus"
+MARKS = "not gpus"  # graphs are also played on the CPU
 _GRAPHS = "tests/model_runner/test_graphs.py::test_"
 _EXTEND = "tests/model_runner/test_extend_graphs.py::test_"
 _SPECULATION = "tests/gpu/test_speculation.py::test_"
