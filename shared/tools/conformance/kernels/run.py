@@ -197,6 +197,8 @@ def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, 
     problem, results, what = made.problem, made.results or {}, made.what
     try:
         check_form(problem, results, what)
+        if is_known(made, all_made[0]):
+            return
         error = largest_error(problem, results)
         verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
         check_values(problem, results, what)
@@ -208,6 +210,15 @@ def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, 
         check_bias(problem, results)
     if like.ranks:
         expect_same_sums(what, results["out"], (all_made[0].results or {})["out"])
+
+
+def is_known(made: Made, first: Made) -> bool:
+    """Whether the results have the bits of those of the first call, which hold, and the same values are
+    expected: then these hold too."""
+    if made is first:
+        return False
+    is_same = made.problem.expected is first.problem.expected
+    return is_same and same_bits(made.results or {}, first.results or {})
 
 
 def observations(like: Like, problem: Problem, outputs: dict[str, Results]) -> dict[str, bool]:
