@@ -93,7 +93,9 @@ def refused(*words: str, says: str) -> list[str]:
     ],
 )
 def test_check_server(folder: Path, words: tuple[str, ...], says: str) -> None:
-    refused("check", "server", *words, says=says)
+    lines = refused("check", "server", *words, says=says)
+    is_asked = "no server answers" in says or "protocol" in says
+    assert ("the check ends within" in lines[0]) == is_asked
 
 
 @pytest.mark.parametrize("text", NO_MODELS.values(), ids=NO_MODELS)
@@ -113,14 +115,15 @@ def test_check_server_of_what_is_no_server(answering: Callable[[str], str], text
         (("reference,page_size=-1", *FEW), "page_size must be an integer >= 1, got -1"),
         (("reference,dtype=float12", *FEW), "got 'float12'"),
         (("reference", *FEW, "-m", "file"), "file is a file; a model is a folder"),
-        (("reference", *FEW, "-m", "list"), "list holds no tokenizer"),
+        (("reference", *FEW, "-m", "list"), "list/config.json: expected an object with keys, found []"),
         (("reference", *FEW, "--margin", "nan"), "Invalid value for '--margin'"),
         (("reference", *FEW, "--junit", "missing/x"), "no folder"),
         (("reference", "--num-prompts", "2", "--num-tokens", "1000000"), "tiny-dense has room for"),
     ],
 )
 def test_check_engine(folder: Path, words: tuple[str, ...], says: str) -> None:
-    refused("check", "engine", *words, says=says)
+    lines = refused("check", "engine", *words, says=says)
+    assert "the check ends within" not in lines[0]
 
 
 @pytest.mark.parametrize(

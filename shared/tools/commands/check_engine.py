@@ -77,9 +77,11 @@ def check_engine(
     common = {"model": model, "device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
     flags = [common | parse_spec(spec) for spec in (arm, against)]
     oracle = {**common, "panel": "reference", "dtype": "float32", "model": flags[1]["model"]}
-    end = Announced(f"{len(GATES)} gates of {arm}", within, seed)
+    for each in flags:
+        check_flags(each)
     prompts = prompts_of(flags[1]["model"], num_prompts, seed)
     check_room(flags[1]["model"], prompts, num_tokens)
+    end = Announced(f"{len(GATES)} gates of {arm}", within, seed)
     report = run_gates(flags[0], flags[1], oracle, prompts, num_tokens, margin, seed, end.ends_at)
     print_gates(report, arm, against)
     print(*end.late, sep="\n", end="\n" * len(end.late))
@@ -132,6 +134,17 @@ def parse_spec(text: str) -> dict[str, Any]:
         else:
             flags.append(piece)
     return parse_side(",".join(side)) | parse_flags(",".join(flags)) | found
+
+
+def check_flags(flags: dict[str, Any]) -> None:
+    """Raises `ValueError` for what an engine with these flags refuses before it loads weights: a missing file
+    of a component, a flag's value, a model that cannot be read."""
+    from diptych.shared.config import EngineConfig
+    from diptych.shared.engine.build.plan import make_plan
+
+    config = EngineConfig().updated(**flags)
+    if config.num_ranks == 1 and not config.disaggregation:  # others plan in their processes
+        make_plan(config)
 
 
 def is_method(name: str, value: str) -> bool:

@@ -118,6 +118,7 @@ def check_server(
     if concurrency is not None:
         limits = replace(limits, concurrency=concurrency)
     seconds = within or SECONDS["quick" if quick else "thorough" if thorough else ""]
+    check_named(model, dtype, seeded)
     end = Announced(f"{len(checks)} checks of {url}", seconds, seed)
     with _progress(len(checks) + 1) as progress:
         with in_time(end.ends_at):
@@ -155,6 +156,22 @@ def check_server(
         json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
     if report.exit_status:
         raise typer.Exit(report.exit_status)
+
+
+def check_named(model: str, dtype: str, seeded: str) -> None:
+    """Raises `ValueError` for a model without files, or a number format or noise that is not known, before
+    the server is asked."""
+    from diptych.shared.config import read_config
+    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.text.tokenizer import Tokenizer
+    from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_of
+    from diptych.shared.tools.conformance.server.session import check_noise
+
+    check_noise(seeded)
+    folder = resolve_model_path(model)
+    Tokenizer.from_pretrained(folder)
+    read_config(folder)
+    tolerance_of(dtype, folder)
 
 
 @contextmanager

@@ -40,8 +40,7 @@ def connect(
     `seeded`: whether its noise is this project's (diptych), or unknown (greedy); auto: by its name.
     `ends_at`: of time.monotonic, when the check ends. Raises `ValueError` for a server that does not answer
     or cannot be scored, and for a model that is not found."""
-    if seeded not in SEEDED:
-        raise ValueError(f"--seeded must be one of {', '.join(SEEDED)}, got {seeded!r}")
+    check_noise(seeded)
     limits = limits or Limits()
     oracle = oracle or Oracle(model, tool_call_parser)
     _ = oracle.chat  # an unknown parser is an error before anything is asked
@@ -73,6 +72,12 @@ def connect(
     return Context(
         server, offers, oracle, rng, limits, prompts, progress, tolerance, name, noise_is_known=is_known
     )
+
+
+def check_noise(seeded: str) -> None:
+    """Raises `ValueError` for a name of --seeded that is not known."""
+    if seeded not in SEEDED:
+        raise ValueError(f"--seeded must be one of {', '.join(SEEDED)}, got {seeded!r}")
 
 
 def find_rows(server: Server, offers: Offers, oracle: Oracle, rng: random.Random) -> int:
