@@ -278,6 +278,7 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, value in fields.items()
         }
 
+    score = report.score
     return {
         "target": report.target,
         "like": report.like.name,
@@ -290,4 +291,5 @@ def as_json(report: Report) -> dict[str, Any]:
         "mistakes": report.names,
         "cases": [finite(asdict(verdict)) for verdict in report.verdicts],
         "timings": [asdict(timing) for timing in report.timings],
+        "score": None if score is None else {"mean share of the bound": score[0], "least at": score[1].case},
     }

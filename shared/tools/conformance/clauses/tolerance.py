@@ -9,12 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`atol` and `rtol` bound each element, `rms` the error's norm over the expected norm."""
+    """`atol` and `rtol` bound each element, `rms` the error's norm over the expected norm, `row` that of each
+    row; None: it follows from `rms`."""
 
     atol: float
     rtol: float
     rms: float
     reason: str
+    row: float | None = None
 
     def allowed(self, expected: torch.Tensor) -> torch.Tensor:
         """The largest error of each element."""

@@ -33,7 +33,7 @@ def check_bias(problem: Problem, results: Results) -> None:
             continue
         square = values.square().sum()
         slope = float((got * values).sum() / square - 1)
-        rows = truth.nan_to_num(0.0).flatten(0, -2).square().sum(-1)
+        rows = as_rows(truth.nan_to_num(0.0)).square().sum(-1)
         of_rows = float(rows.square().sum() / rows.sum().square())
         of_elements = float(values.pow(4).sum() / square.square())
         deviation = half_unit / 3**0.5 * (of_elements + of_rows) ** 0.5
@@ -54,7 +54,7 @@ def is_biased(problem: Problem, results: Results) -> bool:
 
 def has_few_rows(problem: Problem) -> bool:
     """Whether the results have so few rows that one factor may correct all of them by chance."""
-    return problem.kind != "draws" and all(len(each) < 4 for each in problem.expected.values())
+    return problem.kind != "draws" and all(each.shape[:1].numel() < 4 for each in problem.expected.values())
 
 
 def is_nearer(problem: Problem, wrong: Results, results: Results) -> bool:
@@ -75,9 +75,14 @@ def kinds_of_bias(problem: Problem, results: Results) -> list[Mistake]:
     return [Mistake(BIAS), Mistake(PRECISION)] if has_few_rows(problem) else [Mistake(BIAS)]
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[num_rows, size]: a vector is one row, and so is a single number."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
+
+
 def _factor_of(got: torch.Tensor, truth: torch.Tensor) -> float | None:
     """The factor of all rows (the last dimension) alike; None: there is none."""
-    rows, exact = got.flatten(0, -2), truth.flatten(0, -2)
+    rows, exact = as_rows(got), as_rows(truth)
     usable = torch.isfinite(rows).all(-1) & torch.isfinite(exact).all(-1) & (exact.norm(dim=-1) > 0)
     if not usable.any():
         return None

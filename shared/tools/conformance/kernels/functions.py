@@ -76,7 +76,7 @@ class LocalFunction:
     def call(self, made: Call, is_same: bool = False) -> Outcome:
         """`is_same`: in the memory of the call before, with the contents of `made`. The function gets copies
         of the tensors, which nothing else uses."""
-        held = self._held if is_same and self._held is not None else in_other_memory(made)
+        held = in_other_memory(made) if self._held is None or not is_same else in_memory_of(self._held, made)
         pairs = [(a[1], b[1]) for a, b in zip(tensors_of(held), tensors_of(made))]
         for mine, theirs in pairs:
             memory_as_bytes(mine).copy_(memory_as_bytes(theirs))
@@ -109,6 +109,18 @@ def in_other_memory(made: Call) -> Call:
 
     args = tuple(copied(each) for each in made.args)
     return Call(args, {name: copied(each) for name, each in made.kwargs.items()})
+
+
+def in_memory_of(held: Call, made: Call) -> Call:
+    """The tensors of a call, and the other arguments of a second one of the same form."""
+
+    def joined(mine: Any, theirs: Any) -> Any:
+        if isinstance(theirs, tuple):
+            return tuple(joined(*pair) for pair in zip(mine, theirs))
+        return mine if isinstance(theirs, torch.Tensor) else theirs
+
+    kwargs = {name: joined(held.kwargs[name], each) for name, each in made.kwargs.items()}
+    return Call(joined(held.args, made.args), kwargs)
 
 
 def memory_as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -263,10 +263,9 @@ def _mistakes_of_values(problem: Problem, results: Results) -> list[Mistake]:
         return kinds
     if all(is_rounding(results[name], truth) for name, truth in problem.expected.items()):
         return [Mistake(PRECISION)]
-    limit = problem.tolerance
     for name, truth in problem.expected.items():
         error = (results[name].cpu().double() - truth).abs()
-        wrong = (error > limit.allowed(truth)).nonzero()
+        wrong = (error > problem.tolerance_of(name).allowed(truth)).nonzero()
         if 0 < len(wrong) <= FEW * truth.numel():
             first = wrong[0].tolist()
             detail = f"{len(wrong)} of {truth.numel()} of {name}, the first at {first}"

@@ -27,7 +27,7 @@ BIAS = "a bias: all elements are too large, or too small, by one factor"
 PRECISION = "precision is lost: errors are as small as of sums or roundings that are not in float32"
 STALE = "the result of an earlier call is returned, or computed from its memory"
 ROW_FACTOR = 4.0
-"""The error of a row may be so many times the limit for the whole result."""
+"""The error of a row may be so many times the limit for the whole result, unless a tolerance has its own."""
 
 
 class Conduct(Mismatch):
@@ -122,17 +122,18 @@ def check_form(problem: Problem, results: Results, what: str) -> None:
 
 def check_values(problem: Problem, results: Results, what: str) -> None:
     """Raises `Mismatch` if the error of an element, of a row or of a result exceeds the tolerance."""
-    limit = problem.tolerance
     for name, expected in problem.expected.items():
+        limit = problem.tolerance_of(name)
         expect_close(f"{what}: {name}", results[name], expected, limit)
         if problem.kind != "draws":
-            _check_rows(f"{what}: {name}", results[name], expected, ROW_FACTOR * limit.rms)
+            row = ROW_FACTOR * limit.rms if limit.row is None else limit.row
+            _check_rows(f"{what}: {name}", results[name], expected, row)
 
 
 def holds(problem: Problem, results: Results) -> bool:
     try:
         for name, truth in problem.expected.items():
-            expect_close(name, results[name], truth, problem.tolerance)
+            expect_close(name, results[name], truth, problem.tolerance_of(name))
     except Mismatch:
         return False
     return True

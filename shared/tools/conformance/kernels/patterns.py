@@ -16,9 +16,8 @@ NUM_HOLDING = 3
 
 
 def pattern_of(problem: Problem, results: Tensors) -> list[Mistake]:
-    limit = problem.tolerance
     for name, truth in problem.expected.items():
-        got = results[name].detach().cpu().double()
+        limit, got = problem.tolerance_of(name), results[name].detach().cpu().double()
         wrong = ~((got - truth).abs() <= limit.allowed(truth)) & torch.isfinite(truth)
         if not wrong.any():
             continue

@@ -25,7 +25,8 @@ class Problem:
 
     `tensors`: the inputs under the names of the operation, on the device under check; memory that must not be
     read holds NaN. `truth`: problem -> the results in float64 on the CPU. `kind`: the row of the tolerance
-    table, if there is no `limit`, which computes the tolerance from expected results. `size`: the x value in
+    table, if there is no `limit`, which computes the tolerance from expected results; `limits_each`: of each
+    result by itself. `size`: the x value in
     plots. `num_bytes`, `flops`: for the roofline bound. `ours`: the same operation by an implementation of
     this project. `dtypes`: of results that have another than `dtype`."""
 
@@ -40,6 +41,7 @@ class Problem:
     flops: float
     ours: Callable[[], object] | None = field(default=None, compare=False)
     limit: Callable[[Tensors], Tolerance] | None = None
+    limits_each: bool = False
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
@@ -50,6 +52,12 @@ class Problem:
     @property
     def tolerance(self) -> Tolerance:
         return self.limit(self.expected) if self.limit else tolerance(self.kind, self.dtype)
+
+    def tolerance_of(self, name: str) -> Tolerance:
+        """The tolerance of one result."""
+        if self.limit is None or not self.limits_each:
+            return self.tolerance
+        return self.limit({name: self.expected[name]})
 
     @property
     def num_elements(self) -> int:
