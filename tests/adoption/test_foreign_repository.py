@@ -38,13 +38,13 @@ def test_reports_for_ci() -> None:
     assert [rule["id"] for rule in found["tool"]["driver"]["rules"]] == ["a.one", "a.two", "a.four"]
     first, second = found["results"]
     assert (first["ruleId"], first["ruleIndex"]) == ("a.two", 1)
-    assert second["message"]["text"] == "Four holds. the server is gone"
+    assert second["message"]["text"] == "the server is gone\nmust hold: Four holds."
     suite = ElementTree.fromstring(report.junit().partition("\n")[2])
     counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
     assert counts == ["4", "1", "1", "1"]
     failure = suite.find("testcase/failure")
     assert failure is not None
-    assert (failure.get("message"), failure.text) == ("x", "Two holds.\nx\nwhat: \ufffdy")
+    assert (failure.get("message"), failure.text) == ("x", "x\nwhat: \ufffdy\nmust hold: Two holds.")
     assert [(each.get("name"), each.get("value")) for each in suite.iter("property")] == [("seed", "7")]
 
 
@@ -53,7 +53,7 @@ def test_reports_for_ci() -> None:
     [
         (CHECKS, "1 of 3 fail, 1 did not run", "red"),
         (CHECKS[:2], "1 of 2 fail", "red"),
-        (CHECKS[:1], "1 checks hold", "brightgreen"),
+        (CHECKS[:1], "1 check holds", "brightgreen"),
         (CHECKS[2:3], "nothing checked", "lightgrey"),
     ],
 )
@@ -85,8 +85,9 @@ def test_a_repository_checks_its_code(environment: Path, tmp_path: Path) -> None
         badge = json.loads((tmp_path / "badge").read_text())
         num_failing = int(suite.get("failures", ""))
         assert (num_failing > 0) == bool(found["results"]) == (badge["color"] == "red") == bool(status)
-        assert all(each["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == f"{name}.py"
-                   for each in found["results"])  # fmt: skip
+        for each in found["results"]:
+            place = each["locations"][0]["physicalLocation"]
+            assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == (f"{name}.py", 4)
         assert ("eps" in (tmp_path / "junit").read_text()) == bool(status)
         assert "<svg" in (tmp_path / "html").read_text() or status
         assert done.stdout.splitlines()[-1] == json.loads((tmp_path / "json").read_text())["summary"]

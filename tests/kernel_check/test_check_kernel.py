@@ -20,7 +20,7 @@ from diptych.shared.tools.conformance.kernels.conventions import (
     convention_of,
     operation_of,
 )
-from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
+from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict, line_of
 from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 from diptych.shared.tools.conformance.kernels.target import load_function
 from tests.kernel_check.right import RIGHT
@@ -237,3 +237,18 @@ def test_a_case_that_fails_is_on_the_page() -> None:
     page = render(report)
     assert "the last token is not seen" in page
     assert "cases fail" in page
+    assert "--seed 0" in page
+
+
+def test_a_code_scanner_is_shown_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Path(EXAMPLE).read_text().splitlines()
+    assert lines[line_of(f"{EXAMPLE}:paged_decode") - 1].startswith("def paged_decode")
+    assert [line_of(f"{EXAMPLE}:{name}") for name in ("missing", "")] == [1, 1]
+    assert line_of("package.module:f") == 1
+    monkeypatch.chdir(Path(EXAMPLE).parent)
+    report = Report(LIKES["rope"], convention_of("rope", "torch"), f"{EXAMPLE}:rope", "CPU", [], [], [])
+    report.verdicts = [Verdict("a case", "float32", 1, failure="wrong")]
+    (run_of_tool,) = report.for_ci().sarif()["runs"]
+    place = run_of_tool["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "my_kernels.py"
+    assert lines[place["region"]["startLine"] - 1].startswith("def rope")

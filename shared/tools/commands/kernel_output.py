@@ -47,11 +47,8 @@ def print_report(report: Report) -> None:
     print_timings(report)
     for note in report.notes:
         console.print(Text(note, "yellow"))
-    if report.score is not None:
-        mean, worst = report.score
-        share = f"{100 * mean:.0f} % of the bound (geometric mean)"
-        least = f"{100 * (worst.bound or 0.0) / worst.seconds:.0f} % at {worst.case}"
-        console.print(Text(f"speed: {share}, the least {least}"))
+    if report.speed:
+        console.print(Text(report.speed))
     if report.failing:
         first = report.failing[0]
         console.print(Text(f"{first.case}: {first.failure}"))

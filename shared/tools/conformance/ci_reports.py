@@ -19,7 +19,7 @@ _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 @dataclass(frozen=True)
 class Checked:
     """One check. `problems`: what was found, each in one text, a summary in its first line; empty: it holds.
-    `path`: the file that a code scanner shows. `skipped`: why it does not apply. `not_run`: why there is no
+    `path`, `line`: what a code scanner shows. `skipped`: why it does not apply. `not_run`: why there is no
     verdict, which is an error."""
 
     name: str
@@ -29,6 +29,7 @@ class Checked:
     group: str = ""
     skipped: str = ""
     not_run: str = ""
+    line: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class CiReport:
                 SubElement(case, "error", message=_xml(each.not_run))
             for problem in each.problems:
                 failure = SubElement(case, "failure", message=_xml(problem.partition("\n")[0]))
-                failure.text = _xml(f"{each.sentence}\n{problem}")
+                failure.text = _xml(f"{problem}\nmust hold: {each.sentence}")
         return '<?xml version="1.0" encoding="utf-8"?>\n' + tostring(suite, encoding="unicode") + "\n"
 
     def sarif(self) -> dict[str, Any]:
@@ -71,12 +72,12 @@ class CiReport:
                 "ruleId": each.name,
                 "ruleIndex": index,
                 "level": "error",
-                "message": {"text": f"{each.sentence} {problem}"},
+                "message": {"text": f"{problem}\nmust hold: {each.sentence}"},
                 "locations": [
                     {
                         "physicalLocation": {
-                            "artifactLocation": {"uri": each.path},
-                            "region": {"startLine": 1},
+                            "artifactLocation": {"uri": _in_folder(each.path)},
+                            "region": {"startLine": each.line},
                         }
                     }
                 ],
@@ -93,7 +94,8 @@ class CiReport:
         checks = [each for each in self.checks if not each.skipped]
         num_failing = sum(bool(each.problems) for each in checks)
         num_missing = sum(bool(each.not_run) for each in checks)
-        message = f"{len(checks)} checks hold" if checks else "nothing checked"
+        holding = "1 check holds" if len(checks) == 1 else f"{len(checks)} checks hold"
+        message = holding if checks else "nothing checked"
         if num_failing or num_missing:
             parts = [f"{num_failing} of {len(checks)} fail"] * bool(num_failing)
             message = ", ".join(parts + [f"{num_missing} did not run"] * bool(num_missing))
@@ -112,6 +114,12 @@ class CiReport:
             sarif.write_text(json.dumps(self.sarif(), indent=1) + "\n", encoding="utf-8")
         if badge is not None:
             badge.write_text(json.dumps(self.badge()) + "\n", encoding="utf-8")
+
+
+def _in_folder(path: str) -> str:
+    """The path in the current folder: a code scanner knows files by their paths in a repository."""
+    full, here = Path(path), Path.cwd()
+    return full.relative_to(here).as_posix() if full.is_relative_to(here) else path
 
 
 def diptych_version() -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diptych.shared.tools.conformance.ci_reports import Checked, CiReport
 from diptych.shared.tools.conformance.kernels.problem import Convention, Like
@@ -97,6 +99,15 @@ class Report:
         return math.exp(sum(math.log(share) for share, _ in shares) / len(shares)), worst
 
     @property
+    def speed(self) -> str:
+        """The score in words; empty: there is none."""
+        if self.score is None:
+            return ""
+        mean, worst = self.score
+        least = f"{100 * (worst.bound or 0.0) / worst.seconds:.0f} % at {worst.case}"
+        return f"speed: {100 * mean:.0f} % of the bound (geometric mean), the least {least}"
+
+    @property
     def timing_notes(self) -> list[str]:
         """Notes on the times."""
         if not self.timings:
@@ -137,14 +148,16 @@ class Report:
         names = [f"what it does: {name}" for name in self.names]
         again = f"--seed {self.seed} repeats it"
         group, path = f"{self.like.name} {self.convention.library}", self.target.partition(":")[0]
+        line = line_of(self.target)
         checks = [
             Checked(
                 verdict.case,
-                f"{verdict.case} of {self.like.name} is right.",
+                f"Every call of {self.like.name} in this case gives the exact result within its tolerance.",
                 [] if verdict.failure is None else ["\n".join([verdict.failure, *names, again])],
                 path,
                 group,
                 skipped=verdict.refusal or "" if verdict.failure is None else "",
+                line=line,
             )
             for verdict in self.verdicts
         ]
@@ -153,3 +166,13 @@ class Report:
             checks.append(Checked("all cases", "All cases are run.", [], path, group, not_run=late))
         facts = {"device": self.device, "seed": str(self.seed), "verdict": self.summary}
         return CiReport(f"diptych check kernel {self.target}", facts, checks)
+
+
+def line_of(target: str) -> int:
+    """The line of `name` in the target file.py:name; 1 if it is not known."""
+    path, _, name = target.partition(":")
+    try:
+        found = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return 1
+    return next((each.lineno for each in found if getattr(each, "name", "") == name), 1)

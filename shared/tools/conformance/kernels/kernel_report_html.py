@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 
 from jinja2 import Environment
 
+from diptych.shared.tools.conformance.ci_reports import diptych_version
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 
 WIDTH, HEIGHT = 440, 270  # small, so that text is readable at the width of a phone
@@ -43,6 +44,7 @@ def render(report: Report) -> str:
         speeds_key=key_of(speeds),
         has_bound=any(timing.bound is not None for timing in report.timings),
         reports=observed(report),
+        version=diptych_version(),
     )
 
 
@@ -174,9 +176,11 @@ _TEMPLATE = """\
 <h1>{{ report.target }}</h1>
 <p>Checked as <b>{{ report.like.name }}</b>: {{ report.like.what }} Convention
 {{ report.convention.library }}, <code>{{ report.convention.signature }}</code>. Device:
-{{ report.device }}.</p>
+{{ report.device }}. Diptych {{ version }}; <code>--seed {{ report.seed }}</code> repeats the check.</p>
 <h2 class="{{ 'fails' if report.status else 'holds' }}">{{ report.summary }}</h2>
 <ul>{% for name in report.names %}<li class="fails">{{ name }}</li>{% endfor %}</ul>
+{% for note in report.notes %}<p>{{ note }}</p>
+{% endfor %}
 <h2>Error over sizes</h2>
 {% if errors %}{{ errors | safe }}
 <p class="key">{% for color, label in errors_key %}<span class="{{ color }}"><b></b>{{ label }}</span>
@@ -187,6 +191,7 @@ the limit.</p>{% else %}<p>No case has an error to show.</p>{% endif %}
 {{ speeds | safe }}
 <p class="key">{% for color, label in speeds_key %}<span class="{{ color }}"><b></b>{{ label }}</span>
 {% endfor %}</p>
+{% if report.speed %}<p><b>{{ report.speed }}</b></p>{% endif %}
 {% for note in report.timing_notes %}<p>{{ note }}</p>
 {% endfor %}
 {% if has_bound %}<p>The bound is the larger of bytes over bandwidth and FLOPs over GEMM rate, both measured
@@ -194,6 +199,8 @@ in this run. Small inputs stay in a cache, which may be faster than the bound.</
 {% endif %}
 <h2>Observed</h2>
 <ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
+{% if report.operators %}<p>Operators in one call: <code>{{ report.operators | join(", ") }}</code></p>
+{% endif %}
 <h2>Cases</h2>
 <table>
 <tr class="head"><th>case</th><th>type</th><th class="number">error</th><th class="number">allowed</th>
