@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ class Tolerance:
     rtol: float
     rms: float
     reason: str
-    row: float | None = None
+    row: float | None = field(default=None, kw_only=True)
 
     def allowed(self, expected: torch.Tensor) -> torch.Tensor:
         """The largest error of each element."""

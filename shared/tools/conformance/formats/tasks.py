@@ -166,7 +166,7 @@ def _limit_of(half: torch.Tensor, exact: torch.Tensor) -> Tolerance:
     row = NATIVE_FACTOR * float((rows / norms)[norms > 0].max()) if bool((norms > 0).any()) else 0.0
     size = float(exact.square().mean().sqrt())
     reason = f"{NATIVE_FACTOR} times the error of the reference in bfloat16"
-    return Tolerance(max(PEAK * rms * size, largest), 0.0, rms, reason, max(ROW_FACTOR * rms, row))
+    return Tolerance(max(PEAK * rms * size, largest), 0.0, rms, reason, row=max(ROW_FACTOR * rms, row))
 
 
 def copies(values: list[Any], dtype: torch.dtype | None) -> list[Any]:
