@@ -133,7 +133,7 @@ def _problem(name: str, inputs: list[Any], run: Callable[..., Any], constants: M
         return _flat(run(torch.bfloat16, *copies(values, torch.bfloat16)))
 
     def limit(expected: Mapping[str, torch.Tensor]) -> Tolerance:
-        """Of a result by itself; of several, the largest, which is only reported."""
+        """The limit of a result by itself; of several, the largest one, which is only reported."""
         each = [
             _limit_of(half()[key], exact) for key, exact in expected.items() if dtypes[key] not in EXACT_TYPES
         ]
