@@ -111,37 +111,23 @@ def record() -> list[tuple[list[Bar], str]]:
     noisy = {seed: candidates.with_noise(seed) for seed in range(100)}
     first = next(seed for seed, rows in noisy.items() if not longest_is_removed(rows))
     second = next(seed for seed, rows in noisy.items() if longest_is_removed(rows))
-    return [
-        (
-            candidates.probabilities(1.0),
-            "The softmax of the logits gives the probabilities. These are the likeliest tokens.",
-        ),
-        (
-            candidates.probabilities(TEMPERATURE),
-            f"Temperature {TEMPERATURE:g}: logits are divided by it, so probabilities come closer together.",
-        ),
-        (
-            candidates.probabilities(TEMPERATURE, TOP_K),
-            f"top_k = {TOP_K} keeps the {TOP_K} likeliest tokens. The others cannot be drawn.",
-        ),
-        (
-            candidates.probabilities(TEMPERATURE, TOP_K, TOP_P),
-            f"top_p = {TOP_P:g} keeps the likeliest tokens up to that sum. The token that crosses it stays.",
-        ),
-        (
-            noisy[first],
-            f"The draw with seed {first}. A bar is now log p + noise, and the longest one wins.",
-        ),
-        (
-            noisy[second],
-            f"Seed {second} gives other noise. The longest bar is a removed token, so the next one wins.",
-        ),
-        (
-            candidates.shares(),
-            f"The draws of {NUM_SEEDS:,} seeds. The marks are the probabilities of the kept tokens, scaled "
-            "to a sum of 1: each token is drawn about as often as its probability says.",
-        ),
+    filters = (None, 1.0), (TOP_K, 1.0), (TOP_K, TOP_P)
+    rows = [
+        candidates.probabilities(1.0),
+        *(candidates.probabilities(TEMPERATURE, *each) for each in filters),
     ]
+    rows += [noisy[first], noisy[second], candidates.shares()]
+    texts = (
+        "The softmax of the logits gives the probabilities. These are the likeliest tokens.",
+        f"Temperature {TEMPERATURE:g}: logits are divided by it, so probabilities come closer together.",
+        f"top_k = {TOP_K} keeps the {TOP_K} likeliest tokens. The others cannot be drawn.",
+        f"top_p = {TOP_P:g} keeps the likeliest tokens up to that sum. The token that crosses it stays.",
+        f"The draw with seed {first}. A bar is now log p + noise, and the longest one wins.",
+        f"Seed {second} gives other noise. The longest bar is a removed token, so the next one wins.",
+        f"The draws of {NUM_SEEDS:,} seeds. The marks are the probabilities of the kept tokens, scaled "
+        "to a sum of 1: each token is drawn about as often as its probability says.",
+    )
+    return list(zip(rows, texts, strict=True))
 
 
 def make() -> str:

@@ -69,42 +69,27 @@ def kernels(attention: Results, dense: Results, experts: Results) -> list[list[o
     heads = 2 * (config.num_qo_heads + config.num_kv_heads) * config.head_dim
     of_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     of_expert = 3 * moe_config.hidden_size * moe.intermediate_size
-    logits = 4 * largest["batch_size"] * config.vocab_size
-    found = [
-        (
-            "[decode attention](decode-attention.md)",
-            f"{widest['batch_size']} requests x 1,024 tokens",
-            widest["bound_us"] / 1e6,
-            widest["us"] / 1e6,
-        ),
-        (
-            "[experts](moe.md)",
-            f"a layer of Qwen3-30B-A3B, {of_experts['batch_size']} tokens",
-            2 * of_experts["num_experts_hit"] * of_expert / bandwidth(of_experts),
-            parts_of(of_experts)["experts"] / of_experts["num_layers"],
-        ),
-        (
-            "[GEMMs](linear-layers.md)",
-            f"a layer of Qwen3-8B, {num_tokens} tokens",
-            2 * of_layer / bandwidth(step),
-            parts["GEMMs of the layers"] / step["num_layers"],
-        ),
-        (
-            "head",
-            f"Qwen3-8B, {num_tokens} tokens",
-            2 * config.vocab_size * config.hidden_size / bandwidth(step),
-            parts["head (`lm_head`)"],
-        ),
-        (
-            "[sampling](sampling.md), no filter",
-            f"{largest['batch_size']} rows of {config.vocab_size:,} logits",
-            logits / bandwidth(step),
-            parts_of(largest)["sampling"],
-        ),
-    ]
+    experts_read = 2 * of_experts["num_experts_hit"] * of_expert / bandwidth(of_experts)
+    head_read = 2 * config.vocab_size * config.hidden_size / bandwidth(step)
+    logits_read = 4 * largest["batch_size"] * config.vocab_size / bandwidth(step)
+    bounds = (widest["bound_us"] / 1e6, experts_read, 2 * of_layer / bandwidth(step), head_read, logits_read)
+    times = (
+        widest["us"] / 1e6,
+        parts_of(of_experts)["experts"] / of_experts["num_layers"],
+        parts["GEMMs of the layers"] / step["num_layers"],
+        parts["head (`lm_head`)"],
+        parts_of(largest)["sampling"],
+    )
+    works = {
+        "[decode attention](decode-attention.md)": f"{widest['batch_size']} requests x 1,024 tokens",
+        "[experts](moe.md)": f"a layer of Qwen3-30B-A3B, {of_experts['batch_size']} tokens",
+        "[GEMMs](linear-layers.md)": f"a layer of Qwen3-8B, {num_tokens} tokens",
+        "head": f"Qwen3-8B, {num_tokens} tokens",
+        "[sampling](sampling.md), no filter": f"{largest['batch_size']} rows of {config.vocab_size:,} logits",
+    }
     return [
-        [kernel, work, f"{bound * 1e6:,.1f}", f"{time * 1e6:,.1f}", cell("{0:%0}", [bound / time])]
-        for kernel, work, bound, time in found
+        [*work, f"{bound * 1e6:,.1f}", f"{time * 1e6:,.1f}", cell("{0:%0}", [bound / time])]
+        for work, bound, time in zip(works.items(), bounds, times, strict=True)
     ]
 
 
