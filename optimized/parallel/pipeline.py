@@ -125,19 +125,18 @@ class Stage:
 
 @dataclass(eq=False)
 class Launched(BatchInFlight):
-    """A micro-batch in flight. `sources`: the batches that sample the tokens it decodes from."""
+    """A micro-batch in flight. `sources`: the results that have the tokens it decodes from."""
 
     future_map: FutureMap
-    sources: list[Launched]
+    sources: list[Coming]
     has_ids: bool  # the CPU has some of these tokens
     has_rest: bool  # its results have log-probabilities
     coming: Coming | None = field(default=None, init=False)  # its results, except on the last stage
 
     def resolve(self) -> ForwardBatch:
-        """The batch with tokens in place of names."""
-        for source in self.sources:
-            if source.coming is not None:
-                source.coming.arrive()
+        """The batch with tokens in place of names. Afterwards it keeps no batch before it."""
+        while self.sources:
+            self.sources.pop().arrive()
         return self.future_map.resolve(self.forward_batch, self.has_ids)
 
     def store(self, token_ids: torch.Tensor) -> None:
@@ -292,12 +291,15 @@ class StagesInFlight(Pipeline):
         self.stage.launch(launched, info, parts)
         self.batches.append(launched)
 
-    def _sources(self, reqs: Sequence[Req]) -> list[Launched]:
-        """The batches that sample the tokens which these requests decode from."""
+    def _sources(self, reqs: Sequence[Req]) -> list[Coming]:
+        """The results that have the tokens which these requests decode from, on the first stage, the only one
+        that waits for them."""
+        if not self.stage.is_first:
+            return []
         return [
-            each
+            each.coming
             for each in self.batches
-            if isinstance(each, Launched) and any(each.place_of(req) is not None for req in reqs)
+            if isinstance(each, Launched) and each.coming and any(each.place_of(req) for req in reqs)
         ]
 
 

@@ -127,13 +127,15 @@ class HostMessages(StageMessages):
             self._coming.popleft()
             tokens = first.results[0]
             assert tokens is not None
+            assert first.store is not None
             first.store(tokens)
+            first.store = None  # which refers to the batch, and the batch to its results
 
 
 class HostComing(Coming):
     def __init__(self, messages: HostMessages, store: Callable[[torch.Tensor], object]) -> None:
         self.messages = messages
-        self.store = store
+        self.store: Callable[[torch.Tensor], object] | None = store
         self.results: Results | None = None
 
     def arrive(self) -> None:

@@ -106,6 +106,10 @@ STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_mo
     ("panel", "more"),
     [
         ("reference", {"pp": 2}),
+        ("optimized", {"pp": 2}),
+        ("optimized", {"pp": 2, "skip_warmup": False}),
+        ("optimized", {"pp": 2, "disable_cuda_graph": True}),
+        ("optimized", {"pp": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True}),
         ("reference", {"disaggregation": True}),
         ("optimized", {"disaggregation": True}),
         ("optimized", {"disaggregation": True, "use": {"transport": "shared_memory"}}),
@@ -118,9 +122,11 @@ def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
     """Twice: the second time the prompts are cached."""
     flags = FLAGS | {"panel": panel}
     expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **GREEDY)]
-    llm = LLM("tiny-dense", **flags, **more)
+    llm = LLM("tiny-dense", **(flags | more))
     for _ in range(2):
         assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+    if panel == "optimized" and more.get("pp") and "disable_cuda_graph" not in more:
+        assert llm.assembly.parts.model_runner.replays.steps > 0
 
 
 COUNTS = """
@@ -154,8 +160,9 @@ def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
     assert int(scheduler.tp.num_different) == 0
 
 
-def test_a_rank_that_is_killed_ends_the_engine() -> None:
-    llm = LLM("tiny-dense", tp=2, **FLAGS)
+@pytest.mark.parametrize("way", ["tp", "pp"])
+def test_a_rank_that_is_killed_ends_the_engine(way: str) -> None:
+    llm = LLM("tiny-dense", **FLAGS, **{way: 2})
     (follower,) = llm.scheduler.followers  # type: ignore[attr-defined]
     os.kill(follower.process.pid, signal.SIGKILL)
     start = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from diptych.optimized.kernels.portable import INTERPRETED
 from diptych.optimized.parallel import pipeline as optimized
 from diptych.optimized.parallel.stage_messages import HostMessages
 from diptych.reference.parallel import pipeline as reference
@@ -26,7 +28,7 @@ from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types import FinishAbort, Req
+from diptych.shared.types import FinishAbort, Req, SamplingParams
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
 from tests.scheduler.late_streams import LateStreams
 
@@ -191,6 +193,30 @@ def test_prompts_in_flight_are_running(folders: dict[str, str], panel: str) -> N
     assert max(most) == 2
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
+def test_kernels_of_two_stages_answer_as_one(folders: dict[str, str]) -> None:
+    """The optimized model, through Triton's interpreter: its blocks leave sums to the next norm, which a
+    stage does not have. Steps are padded, and read hidden states from the buffer."""
+    config = make_config(folders["llama"], panel="optimized", cuda_graph_bs=[2], cuda_graph_max_tokens=16)
+
+    def ask(config: EngineConfig, group: Any = None) -> list[list[int]]:
+        scheduler = assemble(config, clock=lambda: 0.0, tp=group).scheduler
+        kept.append(scheduler)  # and the messages that the other rank has not received
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=4)
+        reqs = [Req(str(i), [5, 9, 31, 7 + i], sampling, seed=0) for i in range(2)]
+        for req in reqs:
+            scheduler.add_request(req)
+        while scheduler.has_work():
+            scheduler.step()
+        return output_ids(reqs)
+
+    kept: list[Any] = []
+    expected = ask(config)
+    two = config.updated(pp=2)
+    found = on_ranks(2, lambda group: ask(two, group), impl=collectives_of(two), in_turn=True)
+    assert found == [expected] * 2
+
+
 OVERLAPPED: dict[str, dict[str, Any]] = {
     "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
     "not ahead": {"disable_overlap_schedule": True},
@@ -204,6 +230,22 @@ def test_what_the_overlapped_pipeline_does_more(folders: dict[str, str], flags: 
     for run in of_stages(config, 2):
         assert output_ids(run.reqs) == expected
         assert run.num_under_way == 1 + (flags != "not ahead")
+
+
+def test_batches_are_forgotten(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch decodes from tokens of one before, but does not keep it and its tensors."""
+    launched: list[Any] = []
+    made = optimized.Launched.__post_init__
+
+    def note(self: optimized.Launched) -> None:
+        made(self)
+        launched.append(weakref.ref(self))
+
+    monkeypatch.setattr(optimized.Launched, "__post_init__", note)
+    most = [0]
+    config = make_config(folders["llama"], **PANELS["optimized"])
+    of_stages(config, 2, lambda *_: most.append(sum(each() is not None for each in launched)))
+    assert 0 < max(most) <= 2 * 4  # of two ranks: three in flight, and the one that is made
 
 
 def test_a_request_that_reads_its_tokens_waits_for_them(folders: dict[str, str]) -> None:
