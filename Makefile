@@ -10,8 +10,9 @@ GPU_WORKERS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 4)))
 # The sample of `make mutants`.
 N ?= 200
 SEED ?= 0
-# Byte code is compiled on first use: for all of torch it would take 30 of 107 s of `make run`.
-PIP_FLAGS ?= --quiet --no-compile
+# Byte code is compiled on first use: for all of torch it would take 30 of 107 s of `make run`. Where Python may
+# not keep it, pip does.
+PIP_FLAGS ?= --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
