@@ -296,27 +296,6 @@ def cheats() -> str:
     )
 
 
-def sums_of_scores() -> str:
-    """Errors of attention in float32 whose scores alone are rounded."""
-    found = read("tests/kernel_check/sums_of_scores.json")
-    rows = [(cell(name), f"{error:.1e}") for name, error in found["largest errors"].items()]
-    rows.append(("vLLM's kernel, from the float32 sums", f"{found['vLLM from float32 sums']:.1e}"))
-    rows.append(("allowed, the least", f"{found['least allowed']:.1e}"))
-    caption = f"*{found['seeds']} seeds.*"
-    return table(("Scores", "Largest error of the output"), rows, "lr") + f"\n\n{caption}"
-
-
-def smallest_faults() -> str:
-    """The smallest shares of wrong single tokens that a check of a server finds."""
-    from diptych.shared.tools.conformance.server.seeded import GREEDY, SAMPLED, smallest_fault
-
-    kinds = [(dtype, name, honest[dtype]) for dtype in ("float32", "bfloat16")
-             for name, honest in (("greedy", GREEDY), ("sampled", SAMPLED))]  # fmt: skip
-    rows = [(f"{num:,}", *(f"{100 * smallest_fault(num, honest):.1f} %" for _, _, honest in kinds))
-            for num in (100, 500, 2500)]  # fmt: skip
-    return table(("Tokens", *(f"{dtype}, {name}" for dtype, name, _ in kinds)), rows, "r" * 5)
-
-
 def clients() -> str:
     """Every client: its version, what its script does, and the result of the recorded run."""
     from docs.generators.record_clients import RECORD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
@@ -10,7 +12,8 @@ from diptych.shared.tools.conformance.kernels.attention_suspects import rounding
 from diptych.shared.tools.conformance.kernels.conventions import convention_of
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.run import check_kernel
-from tests.kernel_check.sums_of_scores import SHARP, Scores, attend_with, one_after_another, with_tf32
+from tests.house.tree import ROOT
+from tests.kernel_check.sums_of_scores import FILE, SHARP, Scores, attend_with, one_after_another, with_tf32
 
 
 def check(scores: Scores, seed: int) -> Report:
@@ -41,3 +44,14 @@ def test_scores_up_to_ten_keep_the_row_of_the_table() -> None:
     for case in EXTEND_LIKE.cases:
         problem = EXTEND_LIKE.make(case, False, 0)
         assert (problem.limit is not None) == (case == SHARP)
+
+
+def test_the_page_has_what_is_recorded() -> None:
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    rows = found["largest errors"] | {
+        "vLLM's kernel, from the float32 sums": found["vLLM from float32 sums"],
+        "allowed, the least": found["least allowed"],
+    }
+    page = (ROOT / "docs" / "check-kernel.md").read_text(encoding="utf-8")
+    assert "\n".join(f"| {name} | {error:.1e} |" for name, error in rows.items()) in page
+    assert f"sums_of_scores {found['seeds']}`" in page

@@ -11,7 +11,9 @@ import pytest
 from diptych.shared.tools.conformance.oracles.sampling_oracle import exact_distribution
 from diptych.shared.tools.conformance.server.draws import ALPHA, Asked, Draws, choice_at
 from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
+from diptych.shared.tools.conformance.server.seeded import GREEDY, SAMPLED, smallest_fault
 from diptych.shared.types import Req, SamplingParams
+from tests.house.tree import ROOT
 
 EXACT = TABLE["float32"]
 VOCAB_SIZE = 40
@@ -105,3 +107,12 @@ def test_a_rounded_format_may_cross_the_border_of_a_filter() -> None:
     exact = Draws(random.Random(0), EXACT)
     exact.add(logits, asked, [0], [2])
     assert (len(rounded.impossible), len(exact.impossible)) == (0, 1)
+
+
+def test_the_page_has_the_smallest_faults_that_single_tokens_show() -> None:
+    kinds = [each[dtype] for dtype in ("float32", "bfloat16") for each in (GREEDY, SAMPLED)]
+    rows = [
+        f"| {num:,} | " + " | ".join(f"{100 * smallest_fault(num, honest):.1f} %" for honest in kinds) + " |"
+        for num in (100, 500, 2500)
+    ]
+    assert "\n".join(rows) in (ROOT / "docs" / "check-server.md").read_text(encoding="utf-8")
