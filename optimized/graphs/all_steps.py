@@ -73,7 +73,7 @@ class AllSteps:
         """Compile kernels on a GPU, then capture, if there are `graphs`. Returns the seconds of compiling."""
         config, start = self.config, time.perf_counter()
         # Elsewhere the ranks exchange tokens of a batch, which an example does not have.
-        is_plain = config.ep == 1 and not config.dp_attention
+        is_plain = config.pp == config.ep == 1 and not config.dp_attention
         if self.device.type == "cuda" and not config.skip_warmup and is_plain:
             with compile_ahead():
                 self.rehearse(runner, sampler, num_token_ids)

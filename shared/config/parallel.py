@@ -25,9 +25,10 @@ def check_parallel_flags(flags: EngineFlags) -> None:
     if flags.num_lora_slots:
         for name, only in (("tp", 1), ("pp", 1), ("dp", 1), *ONE_ENGINE):
             if getattr(flags, name) != only:
+                why = ": a rank would need its part of each adapter" if name in ("tp", "pp") else ""
                 raise ValueError(
                     f"LoRA adapters (max_loras_per_batch={flags.num_lora_slots}) do not work with "
-                    f"{name}={getattr(flags, name)}"
+                    f"{name}={getattr(flags, name)}{why}"
                 )
     if flags.hicache_tokens:
         alone = (("tp", 1), ("pp", 1), ("dp_attention", False), ("disable_radix_cache", False), *ONE_ENGINE)

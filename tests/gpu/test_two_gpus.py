@@ -107,7 +107,6 @@ STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_mo
     [
         ("reference", {"pp": 2}),
         ("optimized", {"pp": 2}),
-        ("optimized", {"pp": 2, "skip_warmup": False}),
         ("optimized", {"pp": 2, "disable_cuda_graph": True}),
         ("optimized", {"pp": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True}),
         ("reference", {"disaggregation": True}),
