@@ -144,9 +144,9 @@ def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
 
         def with_link(match: re.Match[str]) -> str:
             place = places.pop(match.group(), None)
-            if place is None or "/toys/" in path:
+            url = None if place is None or "/toys/" in path else _url(_page_of(place[0]), page, files)
+            if place is None or url is None:
                 return match.group()
-            url = _url(_page_of(place[0]), page, files)
             return f'<a class="name" href="{url}#__codelineno-0-{place[1]}">{match.group()}</a>'
 
         return _NAME.sub(with_link, code) + behind

@@ -20,6 +20,7 @@ NOT_OURS = {name for each in _OTHERS for name in dir(each)}
 NOT_OURS.update(" ".join(LISTED["other packages"].values()).split())
 
 Place = tuple[str, int]
+UNKNOWN: Place = ("", 0)
 
 
 @cache
@@ -30,8 +31,8 @@ def _names_of(path: str) -> list[Any]:
 
 @cache
 def definitions(path: str, lines: range) -> dict[str, Place | None]:
-    """Each name in these lines -> path and line of its definition; None: it is in these lines, or of another
-    package. A name without one raises `ValueError`."""
+    """Each name in these lines -> path and line of its definition, or UNKNOWN; None: it is in these lines, or
+    of another package."""
     names = [each for each in _names_of(path) if each.line in lines]
     found = dict.fromkeys([each.name for each in names if each.is_definition()])
     for each in names:
@@ -56,15 +57,15 @@ def _definition(path: str, name: Any) -> Place | None:
     for pattern in (path, "shared/types/*.py", "shared/interfaces/*.py", "shared/**/*.py"):
         if len(places := _members(pattern).get(name.name, ())) == 1:
             return places[0]
-    raise ValueError(f"{path}, line {name.line}: no definition of {name.name!r} is found")
+    return UNKNOWN
 
 
 @cache
 def _members(pattern: str) -> dict[str, list[Place]]:
-    """Members of the classes in these files -> where they are."""
+    """Classes, functions, and members of classes, in these files -> where they are."""
     found: dict[str, list[Place]] = {}
     for path in sorted(ROOT.glob(pattern)):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-            if match := re.match(r"(?: {4}(?:def )?| +self\.)(\w+)(?:\(|: | = )", line):
+            if match := re.match(r"(?: {4}(?:def )?| +self\.|class |def )(\w+)(?:\(|: | = )", line):
                 found.setdefault(match[1], []).append((path.relative_to(ROOT).as_posix(), number))
     return found
