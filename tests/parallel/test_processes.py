@@ -84,6 +84,23 @@ def test_stages_that_are_not_used_any_more_are_ended(monkeypatch: pytest.MonkeyP
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+def test_a_stage_that_is_killed_ends_the_engine(panel: str) -> None:
+    """While batches are in flight; the error names the stage, not the broken connection."""
+    parts = ("scheduler", "model_runner", "collectives")
+    use = {} if panel == "reference" else dict.fromkeys(parts, panel)
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 2048}
+    llm = LLM("tiny-dense", pp=2, use=use, **flags)
+    (follower,) = llm.scheduler.followers
+    threading.Timer(0.3, lambda: os.kill(follower.process.pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+        llm.generate(PROMPTS * 20, temperature=0, max_tokens=100, ignore_eos=True, progress=False)
+    assert time.monotonic() - start < 10
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        llm.generate(PROMPTS, progress=False)
+
+
 def test_launched_work_is_waited_for_while_all_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
