@@ -234,25 +234,22 @@ class LLM:
         with self._live.exclusive():
             if not self.scheduler.has_work():
                 return False
-            self._deliver_step(self.scheduler.step())
+            self._deliver(self.scheduler.step(), self.assembly.weights.version)
             return True
 
     # --8<-- [end:step-in-process]
 
-    def _deliver_step(self, outputs: list[StepOutput]) -> None:
+    def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
         with self.timeline.span("detokenise"):
-            self._deliver(outputs, self.assembly.weights.version)
+            for output in outputs:
+                collector = self._live.collectors.get(output.rid)
+                if collector is not None:
+                    collector.add(output, weight_version)
+                    if collector.is_finished:
+                        del self._live.collectors[output.rid]
         if self.timeline.is_on:
             stats, free = self.stats(), self.assembly.parts.allocator.available_size()
             self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
-
-    def _deliver(self, outputs: list[StepOutput], weight_version: int) -> None:
-        for output in outputs:
-            collector = self._live.collectors.get(output.rid)
-            if collector is not None:
-                collector.add(output, weight_version)
-                if collector.is_finished:
-                    del self._live.collectors[output.rid]
 
     @cached_property
     def _updates(self) -> WeightUpdates:

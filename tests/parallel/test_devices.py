@@ -91,19 +91,22 @@ def test_a_launched_rank_has_the_gpu_of_its_local_rank(gpus: Any, monkeypatch: p
     [
         ("mps", {"tp": 2}, "reference", "tp=2, pp=1 run on device=cpu or cuda; the device is mps"),
         ("cuda:0", {"tp": 2}, "reference", "collectives=reference run over gloo on device=cpu"),
-        ("cuda:0", {"pp": 2, "panel": "optimized"}, "optimized", "pp=2 runs in panel=reference without use"),
+        ("cuda:0", {"pp": 2}, "reference", "pp=2 with collectives=reference runs over gloo on device=cpu"),
         ("cuda:0", {"pp": 2, "panel": "reference"}, "reference", None),
+        ("cuda:0", {"pp": 2}, "optimized", None),
         ("cuda:0", {"tp": 2, "ep": 2}, "optimized", None),
         ("cuda:0", {"tp": 2}, "optimized", None),
     ],
 )
 def test_what_runs_on_gpus(device: str, flags: dict[str, Any], collectives: str, message: str | None) -> None:
-    config = EngineConfig(device=device, **flags)
+    config = EngineConfig(device=device, **{"panel": "optimized", **flags})
+    components = dict.fromkeys(("scheduler", "model_runner", "models"), config.panel)
+    selection = {**components, "collectives": collectives}
     if message is None:
-        check_parallel(config, {"collectives": collectives})
+        check_parallel(config, selection)
     else:
         with pytest.raises(ValueError, match=message):
-            check_parallel(config, {"collectives": collectives})
+            check_parallel(config, selection)
 
 
 class Used(Exception):

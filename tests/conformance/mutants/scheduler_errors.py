@@ -39,7 +39,7 @@ bug("FullForEver", "Memory that no request had comes back, and nothing tries aga
 bug("CachesWhatFailed", "KV of a request that ends with an error stays in the cache.",
     ("shared.scheduling.lifecycle", "is_insert=not isinstance(reason, FinishError)", "is_insert=True"))
 bug("FormingFailsAlone", "An error while a batch is formed leaves slots that no request owns.",
-    ("scheduler", "            requests.abandon(error)\n", "            pass\n"))
+    ("scheduler", "            self.requests.abandon(error)\n", "            pass\n"))
 bug("KeepsThePoolsAfterAnError",
     "After an error while a batch is formed, the requests end but their slots are not freed.",
     ("shared.scheduling.lifecycle",
