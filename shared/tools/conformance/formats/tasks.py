@@ -158,12 +158,10 @@ def _limit_of(half: torch.Tensor, exact: torch.Tensor) -> Tolerance:
         raise ValueError(
             "the task's reference in bfloat16 gives NaN or infinity: there is no error to compare with"
         )
-    rows, norms = (
-        (x.reshape(-1, x.shape[-1]).norm(dim=-1) for x in (error, exact))
-        if exact.dim() > 1
-        else (error, error)
-    )
-    row = NATIVE_FACTOR * float((rows / norms)[norms > 0].max()) if bool((norms > 0).any()) else 0.0
+    row = 0.0  # vectors have no rows
+    if exact.dim() > 1:
+        errors, norms = (x.flatten(0, -2).norm(dim=-1) for x in (error, exact))
+        row = NATIVE_FACTOR * float((errors / norms)[norms > 0].max()) if bool((norms > 0).any()) else 0.0
     size = float(exact.square().mean().sqrt())
     reason = f"{NATIVE_FACTOR} times the error of the reference in bfloat16"
     return Tolerance(max(PEAK * rms * size, largest), 0.0, rms, reason, row=max(ROW_FACTOR * rms, row))
