@@ -23,7 +23,12 @@ from diptych.optimized.kernels.linear import (
     linear_choice,
     small_batch_linear,
 )
-from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.optimized.kernels.linear.rms_norm import (
+    add_partial_sums_rms_norm,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_add,
+)
 from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.shared.config import RopeConfig
 from diptych.shared.interfaces import layers as interface
@@ -145,9 +150,10 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         k_norm: RMSNorm | None,
         attention: BatchAttention,
         layer: AttentionLayer,
+        means: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Output of the QKV GEMM -> q [num_tokens, num_qo_heads, head_dim], normed and rotated; k, so too,
-        and v go to the pool."""
+        and v go to the pool. means: mean squares, where a norm is over all heads."""
         return qk_norm_rope_store(
             qkv,
             positions,
@@ -164,6 +170,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             layer.head_dim,
             attention.kv_pool.kv_scales[layer.layer_id],
             self.is_deterministic,
+            means,
         )
 
     def cos_sin(self, device: torch.device) -> torch.Tensor:
@@ -266,6 +273,13 @@ def add_and_norm(norm: Any, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         return norm.add_sums_and_norm(pending, residual)
     total = x.total()  # nothing is pending, or a user-provided norm takes no partial sums
     return norm(total), total
+
+
+def norm_and_add(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual + norm(x), may be written over residual."""
+    if not is_builtin_norm(norm):
+        return residual + norm(x)
+    return rms_norm_add(x, residual, norm.weight, norm.eps, norm.unit_offset)
 
 
 def adds_in_kernel(norm: interface.RMSNorm) -> bool:

@@ -15,7 +15,10 @@ CLASSES = {
     "gemma": "diptych.optimized.models.gemma:GemmaForCausalLM",
     "gemma4": "diptych.optimized.models.gemma4_model:Gemma4ForCausalLM",
     "glm4": "diptych.optimized.models.gemma:Glm4ForCausalLM",
+    "granite": "diptych.optimized.models.granite:GraniteForCausalLM",
     "llama4": "diptych.optimized.models.llama4:Llama4ForCausalLM",
+    "minimax": "diptych.optimized.models.olmo:MiniMaxForCausalLM",
+    "olmo": "diptych.optimized.models.olmo:OlmoForCausalLM",
     "qwen_next": "diptych.optimized.models.qwen_next:QwenNextForCausalLM",
 }
 

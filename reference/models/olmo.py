@@ -11,6 +11,7 @@ import torch
 
 from diptych.reference.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.decoder_modules import norm_over_ranks
 
 
 class WideNormAttention(DecoderAttention):
@@ -19,8 +20,8 @@ class WideNormAttention(DecoderAttention):
         layer = self.layer
         assert self.q_norm is not None
         assert self.k_norm is not None
-        q = self.q_norm(self.q_proj(x)).view(-1, layer.num_qo_heads, layer.head_dim)
-        k = self.k_norm(self.k_proj(x)).view(-1, layer.num_kv_heads, layer.head_dim)
+        q = norm_over_ranks(self.q_norm, self.q_proj(x), self.tp).view(-1, layer.num_qo_heads, layer.head_dim)
+        k = norm_over_ranks(self.k_norm, self.k_proj(x), self.tp).view(-1, layer.num_kv_heads, layer.head_dim)
         v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
         q, k = self.rotary_emb(positions, q, k)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
@@ -34,8 +35,9 @@ class OlmoDecoderLayer(DecoderLayer):
 
     # --8<-- [start:norms-after]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        x = x + self.post_self_attn_layernorm(self.self_attn(x, positions, attention))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        heads = self.tp.all_reduce(self.self_attn(x, positions, attention))
+        x = x + self.post_self_attn_layernorm(heads)
+        return x + self.post_feedforward_layernorm(self.tp.all_reduce(self.mlp(x)))
         # --8<-- [end:norms-after]
 
 

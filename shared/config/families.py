@@ -265,7 +265,5 @@ def find_class(architecture: str, classes: Mapping[str, str]) -> Any:
     architecture."""
     if architecture not in FAMILIES:
         raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(FAMILIES)}")
-    if FAMILIES[architecture].decoder not in classes:
-        raise ValueError(f"{architecture} runs in the reference panel alone: choose panel=reference")
     module, name = classes[FAMILIES[architecture].decoder].split(":")
     return getattr(import_module(module), name)

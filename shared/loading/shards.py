@@ -57,8 +57,6 @@ def shard_config(
         )
     if experts_only:
         return replace(config, moe=moe)
-    if config.wide_qk_norm and size > 1:
-        raise ValueError(f"tp={size}: {config.architecture} has norms over all heads, which one rank has")
     if kv_heads % size != 0 and size % kv_heads != 0:
         raise ValueError(f"tp={size}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:

@@ -22,6 +22,8 @@ from diptych.shared.types.attention import AttentionLayer
 class AttentionModules(nn.Module):
     """Norms of the heads of q and k, rotation, and sinks, where the config has them."""
 
+    tp: Collectives = ALONE  # the ranks that have the other heads
+
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
     ) -> None:
@@ -87,6 +89,7 @@ class LayerModules(nn.Module):
             self.linear_attn = self.linear_attention_class(config, layer_id)
         else:
             self.self_attn = attention(config, layer_id, layers, rotary_emb)
+            self.self_attn.tp = tp
         self.mlp: Any
         if config.moe is not None and layer_id in config.moe_layers:
             self.mlp = moe(config.moe, config.hidden_size)
@@ -154,6 +157,18 @@ class GemmaEnds(CausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)  # type: ignore[safe-super]
         return soft_cap(logits, self.config.final_logit_cap)
+
+
+# --8<-- [start:norm-over-ranks]
+def norm_over_ranks(norm: RMSNorm, x: torch.Tensor, tp: Collectives) -> torch.Tensor:
+    """The norm of rows of which each rank has as many columns, x [num_tokens, columns]. Ranks add up one number
+    per row; with one rank it is norm(x). Columns that several ranks have count once each time."""
+    if tp.size == 1:
+        return norm(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = tp.all_reduce(wide.square().mean(dim=-1, keepdim=True) / tp.size)
+    return norm.weight * (wide * (mean + norm.eps).rsqrt()).to(x.dtype)
+    # --8<-- [end:norm-over-ranks]
 
 
 def norm_class(config: ModelConfig, layers: Layers) -> type[RMSNorm]:

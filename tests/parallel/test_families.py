@@ -22,6 +22,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": CONFIGS["gpt-oss"],
     "gemma3": CONFIGS["gemma3"],
     "llama4": CONFIGS["llama4"] | {"num_local_experts": 6},
+    "granite": CONFIGS["granite"],
+    "olmo3": CONFIGS["olmo3"],
+    "minimax-m2": CONFIGS["minimax-m2"],
     "deepseek-v3": CONFIGS["deepseek-v3"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,7 +47,7 @@ def grid() -> list[Any]:
         pytest.param(family, layout, marks=[] if is_fast(family, layout) else pytest.mark.full)
         for family in FAMILIES
         for layout in LAYOUTS
-        if "ep" not in LAYOUTS[layout] or "gemma" not in family
+        if "ep" not in LAYOUTS[layout] or "num_experts_per_tok" in FAMILIES[family]
     ]
 
 
@@ -79,12 +82,18 @@ def ask(config: EngineConfig, tp: Collectives | None = None) -> list[int]:
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
 @pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(f, marks=pytest.mark.full) for f in ("gpt-oss", "llama4"))]
+    "family",
+    [
+        *("deepseek-v3", "minimax-m2", "olmo3"),
+        *(pytest.param(f, marks=pytest.mark.full) for f in ("gpt-oss", "llama4", "granite")),
+    ],
 )
-def test_optimized_ranks_with_whole_experts_answer_as_one(family: str, tmp_path: Path) -> None:
-    """Biases and shared experts, which are divided, through Triton's interpreter."""
+def test_optimized_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
+    """Biases, shared experts and norms over all heads, which are divided, through Triton's interpreter. Ranks
+    have whole experts."""
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
     use = {} if family == "deepseek-v3" else {"attention": "reference"}
     config = make_config(str(tmp_path), panel="optimized", disable_cuda_graph=True, use=use)
     expected = ask(config)
-    assert on_ranks(2, lambda tp: ask(config.updated(tp=2, ep=2), tp), in_turn=True) == [expected] * 2
+    ep = 2 if "num_experts_per_tok" in FAMILIES[family] else 1
+    assert on_ranks(2, lambda tp: ask(config.updated(tp=2, ep=ep), tp), in_turn=True) == [expected] * 2

@@ -5,6 +5,9 @@ Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the
 n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For few
 tokens the bound is one launch. Separately, these are seven kernels and three times the bytes.
 
+A norm over all heads of q, and one over those of k (OLMo, MiniMax-M2), takes the mean squares of whole rows from
+`mean_squares`, a launch of its own: a CTA has some heads, and with several ranks the means are summed in between.
+
 Shape: the grid is [tokens, groups of heads], first those of q, then of k, then of v; a group is of one kind,
 so every CTA takes one branch. Heads are loaded as two halves, because dimension i turns together with
 i + rotary_dim / 2, and what lies beyond rotary_dim as a third piece.
@@ -59,21 +62,33 @@ def _weighted(x, scale, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def _weights(weight_ptr, heads, offs, end, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr):
+    """The weights of the elements `offs`, below `end`, of each head, float32: each head has its own if WIDE."""
+    tile, mask = weight_ptr + offs, offs < end
+    if WIDE:
+        tile, mask = tile + heads * HEAD_DIM, mask & (heads < NUM_HEADS)
+    return tl.load(tile, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _norm_and_rotate(
-    x_tile, out_tile, weight_ptr, cos, sin, eps, out_scale, mask,
+    x_tile, out_tile, weight_ptr, means_tile, cos, sin, eps, out_scale, live, heads,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x_tile, out_tile, mask [TOKENS, HEADS, 1]: where heads begin; cos, sin [TOKENS, 1, BLOCK_HALF]. Waits
-    for the previous kernel, which gives x."""
+    """x_tile, out_tile [TOKENS, HEADS, 1]: where heads begin; means_tile, live [TOKENS, 1, 1]; heads [1, HEADS,
+    1]; cos, sin [TOKENS, 1, BLOCK_HALF]. WIDE: the norm is one over all heads, and means_tile has the mean
+    squares. Waits for the previous kernel, which gives x and them."""
     dtype: tl.constexpr = x_tile.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
     offs = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask = live & (heads < NUM_HEADS)
     mask_half = mask & (offs < HALF)
     if HAS_NORM:
-        weight_a = tl.load(weight_ptr + offs, mask=offs < HALF, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight_ptr + HALF + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+        weight_a = _weights(weight_ptr, heads, offs, HALF, NUM_HEADS, HEAD_DIM, WIDE)
+        weight_b = _weights(weight_ptr + HALF, heads, offs, HALF, NUM_HEADS, HEAD_DIM, WIDE)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
     a = tl.load(x_tile + offs, mask=mask_half, other=0.0).to(tl.float32)
@@ -83,15 +98,18 @@ def _norm_and_rotate(
         mask_rest = mask & (offs_rest < HEAD_DIM)
         rest = tl.load(x_tile + offs_rest, mask=mask_rest, other=0.0).to(tl.float32)
     if HAS_NORM:
-        squares = tl.sum(a * a + b * b, axis=2)
-        if REST > 0:
-            squares += tl.sum(rest * rest, axis=2)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
+        if WIDE:
+            scale = tl.rsqrt(tl.load(means_tile, mask=live, other=0.0) + eps)
+        else:
+            squares = tl.sum(a * a + b * b, axis=2)
+            if REST > 0:
+                squares += tl.sum(rest * rest, axis=2)
+            scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
         a = _weighted(a, scale, weight_a, dtype, UNIT_OFFSET)
         b = _weighted(b, scale, weight_b, dtype, UNIT_OFFSET)
         if REST > 0:
-            weight_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0)
-            rest = _weighted(rest, scale, weight_rest.to(tl.float32), dtype, UNIT_OFFSET)
+            weight_rest = _weights(weight_ptr, heads, offs_rest, HEAD_DIM, NUM_HEADS, HEAD_DIM, WIDE)
+            rest = _weighted(rest, scale, weight_rest, dtype, UNIT_OFFSET)
     # A pool of another type gets what a separate cast would give it, in FP8 over its scale.
     out_dtype: tl.constexpr = out_tile.dtype.element_ty
     tl.store(out_tile + offs, to_pool((a * cos - b * sin).to(dtype), out_scale, out_dtype), mask=mask_half)
@@ -105,13 +123,14 @@ def _norm_and_rotate(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, positions_ptr, out_cache_loc_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
-    num_tokens, last_position, eps, k_scale, v_scale,
+    means_ptr, num_tokens, last_position, eps, k_scale, v_scale,
     stride_qkv, stride_k, stride_k_head, stride_v, stride_v_head,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    Q_SPACING: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+    Q_SPACING: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     K_HEAD: tl.constexpr = NUM_QO_HEADS * Q_SPACING  # the first of k in a row of qkv
     QO_GROUPS: tl.constexpr = (NUM_QO_HEADS + HEADS - 1) // HEADS
@@ -122,6 +141,7 @@ def _qk_norm_rope_store_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = qkv_ptr + (tokens.to(tl.int64) * stride_qkv)[:, None, None]
+    means = means_ptr + (tokens * 2)[:, None, None]  # of q and of k
     live = live[:, None, None]
     if group < QO_GROUPS + KV_GROUPS:
         cos, sin = _cos_sin(
@@ -129,22 +149,20 @@ def _qk_norm_rope_store_kernel(
         )
         if group < QO_GROUPS:
             heads = (group * HEADS + tl.arange(0, HEADS))[None, :, None]
-            mask = live & (heads < NUM_QO_HEADS)
             q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
             _norm_and_rotate(
-                row + heads * (Q_SPACING * HEAD_DIM), q_row + heads * HEAD_DIM, q_weight_ptr,
-                cos, sin, eps, 1.0, mask,
-                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, UNIT_OFFSET, USE_PDL,
+                row + heads * (Q_SPACING * HEAD_DIM), q_row + heads * HEAD_DIM, q_weight_ptr, means,
+                cos, sin, eps, 1.0, live, heads, NUM_QO_HEADS,
+                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, WIDE, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
         else:
             heads = ((group - QO_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
-            mask = live & (heads < NUM_KV_HEADS)
             slots = tl.load(out_cache_loc_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
             k_row = k_ptr + (slots * stride_k)[:, None, None]
             _norm_and_rotate(
-                row + (K_HEAD + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
-                cos, sin, eps, k_scale, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
-                HAS_NORM, UNIT_OFFSET, USE_PDL,
+                row + (K_HEAD + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr, means + 1,
+                cos, sin, eps, k_scale, live, heads, NUM_KV_HEADS,
+                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, WIDE, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
     else:
         heads = ((group - QO_GROUPS - KV_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
@@ -175,9 +193,44 @@ def _rotate_kernel(
     rows = tokens.to(tl.int64)[:, None, None]
     _norm_and_rotate(
         x_ptr + rows * stride_x + heads * stride_x_head, y_ptr + (rows * NUM_HEADS + heads) * HEAD_DIM,
-        cos_sin_ptr, cos, sin, 0.0, 1.0, (tokens < num_tokens)[:, None, None] & (heads < NUM_HEADS),
-        HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, False, USE_PDL,
+        cos_sin_ptr, cos_sin_ptr, cos, sin, 0.0, 1.0, (tokens < num_tokens)[:, None, None], heads, NUM_HEADS,
+        HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, False, False, USE_PDL,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mean_squares_kernel(
+    x_ptr, means_ptr, num_tokens, stride_x, factor_q, factor_k, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_k = tl.program_id(1)
+    size = tl.where(is_k, K_SIZE, Q_SIZE)
+    tile = x_ptr + (tokens.to(tl.int64) * stride_x)[:, None] + is_k * Q_SIZE
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    squares = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        offs = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(tile + offs, mask=(tokens < num_tokens)[:, None] & (offs < size), other=0.0)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    means = tl.sum(squares, axis=1) * tl.where(is_k, factor_k, factor_q)
+    tl.store(means_ptr + tokens * 2 + is_k, means, mask=tokens < num_tokens)
+
+
+def mean_squares(qkv: torch.Tensor, q_size: int, k_size: int, num_ranks: int = 1) -> torch.Tensor:
+    """qkv [n, q_size + k_size + any] -> float32 [n, 2]: the mean squares of the first q_size columns and of the
+    next k_size, over num_ranks: ranks with equally many columns sum them up."""
+    assert qkv.stride(1) == 1
+    num_tokens = qkv.shape[0]
+    tokens = interpreted_rows(num_tokens) or 1
+    means = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv.device)
+    _mean_squares_kernel[(triton.cdiv(num_tokens, tokens), 2)](
+        qkv, means, num_tokens, qkv.stride(0), 1.0 / (q_size * num_ranks), 1.0 / (k_size * num_ranks),
+        Q_SIZE=q_size, K_SIZE=k_size, TOKENS=tokens, BLOCK=TILE_ELEMENTS, num_warps=4, **pdl_options(qkv),
+    )  # fmt: skip
+    return means
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -241,6 +294,7 @@ def qk_norm_rope_store(
     head_dim: int,
     kv_scales: KVScales = NO_SCALES,
     is_deterministic: bool = False,
+    means: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv [n, (q_spacing * num_qo_heads + 2 * num_kv_heads) * head_dim]: behind each head of q, q_spacing - 1
     heads are left out. positions and out_cache_loc [n], cos_sin float32 [positions, rotary_dim] (cosines,
@@ -248,6 +302,8 @@ def qk_norm_rope_store(
     -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc; leaves qkv alone.
     `unit_offset`: the norms are those of GemmaRMSNorm.
     is_deterministic: a head is normed in the same order whatever n is.
+    means: float32 [n, 2], the mean squares of all heads of q and of k. Each of the two has one norm then, and
+    its weight as many elements as the heads together.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
     be from before the last launch that was not a programmatic dependent one."""
@@ -265,10 +321,11 @@ def qk_norm_rope_store(
     _qk_norm_rope_store_kernel[grid](
         qkv, q, k_buffer, v_buffer, positions, out_cache_loc, cos_sin,
         cos_sin if q_weight is None else q_weight, cos_sin if k_weight is None else k_weight,
-        num_tokens, cos_sin.shape[0] - 1, eps, *kv_scales,
+        cos_sin if means is None else means, num_tokens, cos_sin.shape[0] - 1, eps, *kv_scales,
         qkv.stride(0), k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1),
         NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles, Q_SPACING=q_spacing,
-        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=4, **pdl_options(qkv),
+        HAS_NORM=q_weight is not None, WIDE=means is not None, UNIT_OFFSET=unit_offset,
+        num_warps=4, **pdl_options(qkv),
     )  # fmt: skip
     return q

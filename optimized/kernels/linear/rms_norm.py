@@ -1,8 +1,9 @@
-"""RMSNorm of rows, alone or after adding a residual: one launch, one pass, the row stays in registers.
+"""RMSNorm of rows, alone, after adding a residual or before: one launch, one pass, the row stays in registers.
 
 Roofline bound: bytes over the memory bandwidth. rms_norm reads and writes each row once, 2 * n * size *
-itemsize. add_rms_norm reads two rows and writes two, twice as much. add_partial_sums_rms_norm reads one more
-float32 row for each partial sum. For few tokens the bound is one launch.
+itemsize. rms_norm_add reads two rows and writes one, add_rms_norm reads two and writes two.
+add_partial_sums_rms_norm reads one more float32 row for each partial sum. For few tokens the bound is one
+launch.
 
 Shape: a CTA takes whole rows, so that the sum of squares needs no second pass and no other CTA. A
 long row is a CTA of its own; of short ones (the heads of q and k) it takes several.
@@ -40,7 +41,7 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, y_ptr, weight_ptr,
     num_rows, eps, stride_x, stride_part, stride_residual, stride_y,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ADDS_BEHIND: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, BLOCK)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -54,12 +55,14 @@ def _rms_norm_kernel(
     x = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(tile + part * stride_part, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        residual_tile = residual_ptr + rows * stride_residual + offs[None, :]
+    residual_tile = residual_ptr + rows * stride_residual + offs[None, :]
+    if HAS_RESIDUAL and not ADDS_BEHIND:
         total = rounded(x + tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32), dtype)
         tl.store(residual_tile, total, mask=mask)
         x = total.to(tl.float32)
     y = normed_rows(x, weight[None, :], eps, dtype, SIZE, UNIT_OFFSET)
+    if ADDS_BEHIND:
+        y = rounded(y, dtype).to(tl.float32) + tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows * stride_y + offs[None, :], rounded(y, dtype), mask=mask)
 
 
@@ -80,6 +83,14 @@ def add_rms_norm(
     return rows.view(x.shape), residual_rows.view(x.shape)
 
 
+def rms_norm_add(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
+    """residual + norm(x), both [n, size], rounded behind the norm and behind the sum. Written over residual."""
+    _launch(x, residual, residual, weight, eps, unit_offset, adds_behind=True)
+    return residual
+
+
 def add_partial_sums_rms_norm(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +108,7 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool,
+    adds_behind: bool = False,
 ) -> None:
     num_rows, size = y.shape
     assert x.stride(-1) == 1 or size == 1
@@ -107,7 +119,7 @@ def _launch(
         x, x if residual is None else residual, y, weight,
         num_rows, eps, x.stride(-2), x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         SIZE=size, BLOCK=block, ROWS=rows, PARTS=x.shape[0] if x.dim() == 3 else 1,
-        HAS_RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset,
+        HAS_RESIDUAL=residual is not None, ADDS_BEHIND=adds_behind, UNIT_OFFSET=unit_offset,
         num_warps=num_warps, **pdl_options(x),
     )  # fmt: skip
 

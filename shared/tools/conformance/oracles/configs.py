@@ -269,10 +269,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "dtype": "float32",
     },
-    **MOE_CONFIGS,
-}
-
-REFERENCE_CONFIGS: dict[str, dict[str, Any]] = {
     "granite": {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
@@ -322,5 +318,5 @@ REFERENCE_CONFIGS: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "tie_word_embeddings": False,
     },
+    **MOE_CONFIGS,
 }
-"""Families that run in the reference panel alone."""

@@ -1,0 +1,49 @@
+"""Granite: factors of the embeddings, of what attention and MLP add, and of the logits.
+
+Differs from reference: the residual stream is held divided by the factor r of what a layer adds: x / r. A layer
+then adds without a factor, by the decoder's kernels. A norm takes away any factor of its input if its eps is
+divided by r²: norm(x, eps) = norm(x / r, eps / r²). Hidden states that are captured are multiplied by r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from diptych.optimized.decoder import DecoderForCausalLM
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.attention import BatchAttention
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    # --8<-- [start:divided-stream]
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        super().__init__(replace(config, rms_norm_eps=config.rms_norm_eps / config.residual_scale**2), *args)
+        self.config = config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        factor = self.config.residual_scale
+        if input_embeds is None:
+            embeds = super().embed(input_ids) * (self.config.embed_scale / factor)
+        else:
+            embeds = input_embeds / factor
+        hidden_states = super().forward(input_ids, positions, attention, captured, embeds)
+        for hidden in (captured or {}).values():
+            hidden.mul_(factor)
+        return hidden_states
+        # --8<-- [end:divided-stream]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.config.embed_scale
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states).mul_(self.config.logits_scale)
