@@ -1,8 +1,8 @@
 """Granite: factors of the embeddings, of what attention and MLP add, and of the logits.
 
-Differs from reference: the residual stream is held divided by the factor r of what a layer adds: x / r. A layer
-then adds without a factor, by the decoder's kernels. A norm takes away any factor of its input if its eps is
-divided by r²: norm(x, eps) = norm(x / r, eps / r²). Hidden states that are captured are multiplied by r.
+Differs from reference: the residual stream is divided by r, the factor of what a layer adds. A layer then
+adds without a factor, by the decoder's kernels. A norm removes a factor of its input if its eps is divided by
+the square: norm(x, eps) = norm(x / r, eps / r²). Hidden states that are captured are multiplied by r.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ class GraniteForCausalLM(DecoderForCausalLM):
         captured: dict[int, torch.Tensor] | None = None,
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        factor = self.config.residual_scale
-        if input_embeds is None:
-            embeds = super().embed(input_ids) * (self.config.embed_scale / factor)
-        else:
-            embeds = input_embeds / factor
-        hidden_states = super().forward(input_ids, positions, attention, captured, embeds)
-        for hidden in (captured or {}).values():
-            hidden.mul_(factor)
+        factor, captured = self.config.residual_scale, {} if captured is None else captured
+        embeds = self.embed(input_ids) if input_embeds is None else input_embeds
+        hidden_states = super().forward(input_ids, positions, attention, captured, embeds / factor)
+        for layer_id, hidden in captured.items():
+            captured[layer_id] = embeds if layer_id == 0 else hidden.mul_(factor)
         return hidden_states
         # --8<-- [end:divided-stream]
 

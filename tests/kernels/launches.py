@@ -16,7 +16,7 @@ from diptych.optimized.kernels.attention.decode_attention import decode_attentio
 from diptych.optimized.kernels.attention.extend_attention import extend_attention
 from diptych.optimized.kernels.attention.fixed_split_attention import fixed_split_attention
 from diptych.optimized.kernels.attention.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
-from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store
+from diptych.optimized.kernels.attention.qk_norm_rope_store import mean_squares, qk_norm_rope_store
 from diptych.optimized.kernels.attention.tree_attention import tree_attention
 from diptych.optimized.kernels.collectives.one_shot_all_reduce import OneShotAllReduce
 from diptych.optimized.kernels.linear import fixed_order_gemm, small_batch_linear
@@ -24,7 +24,12 @@ from diptych.optimized.kernels.linear.dequantize import dequantize
 from diptych.optimized.kernels.linear.quantize_input import quantize_input
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
-from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.optimized.kernels.linear.rms_norm import (
+    add_partial_sums_rms_norm,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_add,
+)
 from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.optimized.kernels.moe import moe_tiles
 from diptych.optimized.kernels.moe.local_experts import local_experts
@@ -229,6 +234,7 @@ def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
     add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
+    rms_norm_add(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
     gate_up = torch.empty(num_tokens, 2 * inter, dtype=dtype)
     act_and_mul(*gate_up.chunk(2, dim=-1), is_gelu=is_gemma)
 
@@ -242,16 +248,18 @@ def rope(
     is_gemma: bool = False,
     kv_dtype: torch.dtype | None = None,
     q_spacing: int = 1,
+    wide: bool = False,
 ) -> None:
     num_qo_heads = 4 * NUM_KV_HEADS
     qkv = torch.empty(num_tokens, (q_spacing * num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
     positions, slots = torch.empty(2, num_tokens, dtype=torch.int64)
-    weight = torch.empty(head_dim, dtype=dtype) if normed else None
+    weight = torch.empty(num_qo_heads * head_dim if wide else head_dim, dtype=dtype) if normed else None
+    means = mean_squares(qkv, num_qo_heads * head_dim, NUM_KV_HEADS * head_dim) if wide else None
     k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype)
     cos_sin = torch.empty(4096, rotary_dim)
     qk_norm_rope_store(
         qkv, positions, cos_sin, weight, weight, 1e-6, is_gemma, k, v, slots, num_qo_heads, NUM_KV_HEADS,
-        head_dim,
+        head_dim, means=means,
     )  # fmt: skip
 
 
@@ -313,6 +321,7 @@ def _launches() -> dict[str, Launch]:
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
         add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
         add(rope, f"d{head_dim}-t8-gates", 8, head_dim, head_dim // 4, True, torch.bfloat16, q_spacing=2)
+        add(rope, f"d{head_dim}-t8-wide", 8, head_dim, head_dim // 2, True, torch.bfloat16, wide=True)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
         add(decode, f"d{head_dim}-g64-bf16-fp8kv", head_dim, 64, 64, torch.bfloat16, FP8)
         for name, dtype in DTYPES.items():

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store, rotate
+from diptych.optimized.kernels.attention.qk_norm_rope_store import (
+    NO_SCALES,
+    mean_squares,
+    qk_norm_rope_store,
+    rotate,
+)
 from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
@@ -27,6 +32,7 @@ class Case:
     pool_dtype: torch.dtype | None = None
     context_len: int = 100
     q_spacing: int = 1
+    wide: bool = False  # one norm over all heads
 
 
 CASES = [
@@ -43,11 +49,14 @@ CASES = [
     Case(130, 2, 1, 24, 22, True),
     Case(0, 4, 2, 64, 64, True),
     Case(3, 5, 2, 24, 8, True, q_spacing=2),
+    Case(3, 16, 8, 128, 128, True, wide=True),
+    Case(70, 7, 1, 20, 12, True, wide=True),
+    Case(0, 4, 2, 64, 64, True, wide=True),
 ]
 
 
 def name_of(case: Case) -> str:
-    norm = "-norm" * case.has_norm + "-gates" * (case.q_spacing == 2)
+    norm = "-wide" * case.wide + "-norm" * case.has_norm + "-gates" * (case.q_spacing == 2)
     return (
         f"{case.num_tokens}-{case.num_qo_heads}:{case.num_kv_heads}-{case.rotary_dim}of{case.head_dim}{norm}"
     )
@@ -83,8 +92,9 @@ class Run:
         angles = 6.0 * inputs.uniform(case.context_len, case.rotary_dim // 2)
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
         norm = case.has_norm
-        self.q_weight = inputs.normal(d, dtype=case.dtype) if norm else None
-        self.k_weight = inputs.normal(d, dtype=case.dtype) if norm else None
+        q_size, k_size = (hq * d, hkv * d) if case.wide else (d, d)
+        self.q_weight = inputs.normal(q_size, dtype=case.dtype) if norm else None
+        self.k_weight = inputs.normal(k_size, dtype=case.dtype) if norm else None
         pool_dtype = case.pool_dtype or case.dtype
         # Two layers' buffers in one tensor, slots and heads of other strides than dense ones have.
         self.pools = [poisoned((n + 7, 2, hkv + 1, d + 3), pool_dtype, check_device()) for _ in range(2)]
@@ -92,10 +102,15 @@ class Run:
         self.slots = 1 + inputs.permutation(n + 6)[:n]
 
     def launch(self) -> torch.Tensor:
-        case = self.case
+        case, means = self.case, None
+        if case.wide:
+            assert self.q_weight is not None
+            assert self.k_weight is not None
+            means = run_poisoned(mean_squares, self.qkv, len(self.q_weight), len(self.k_weight))
         return run_poisoned(
             qk_norm_rope_store, self.qkv, self.positions, self.cos_sin, self.q_weight, self.k_weight, EPS,
             False, *self.buffers, self.slots, case.num_qo_heads, case.num_kv_heads, case.head_dim,
+            NO_SCALES, False, means,
         )  # fmt: skip
 
     def expected(self) -> list[torch.Tensor]:
@@ -109,7 +124,9 @@ class Run:
         out = []
         for x, weight in ((q, self.q_weight), (k, self.k_weight)):
             if weight is not None:
-                x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+                y = x.flatten(1) if case.wide else x
+                y = y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+                x = y.view(x.shape)
             half = case.rotary_dim // 2
             a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             out.append(torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1))
@@ -180,6 +197,8 @@ def test_rotation_alone(case: Case, dtype: torch.dtype) -> None:
         Case(300, 40, 8, 128, 128, True),
         Case(1000, 14, 2, 64, 64, False),
         Case(257, 32, 4, 80, 20, False),
+        Case(1027, 48, 8, 128, 64, True, wide=True),
+        Case(5, 32, 32, 128, 128, True, wide=True),
     ],
     ids=name_of,
 )

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.optimized.kernels.linear.rms_norm import (
+    add_partial_sums_rms_norm,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_add,
+)
 from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
@@ -31,6 +36,11 @@ def test_against_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     normed, stream = run_poisoned(add_rms_norm, x, residual, weight, EPS)
     expect_equal("sum", stream, total)
     expect_close("norm of the sum", normed, exact(total, weight), tolerance("norm", dtype))
+    residual = amid_poison(inputs.normal(*shape, dtype=dtype))
+    added = residual + rms_norm(x, weight, EPS)
+    stream = run_poisoned(rms_norm_add, x, residual, weight, EPS)
+    assert stream.data_ptr() == residual.data_ptr()
+    expect_equal("sum behind the norm", stream, added)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

@@ -20,8 +20,11 @@ from diptych.shared.types import SamplingParams
 
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
 MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}
-FAMILIES = ("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm")
-WITHOUT_DRAFTS, FAST = ("gemma4", "gemma4-k-eq-v"), ("gemma2", "gpt-oss", "llama4", "gemma4")
+FAMILIES = (
+    *("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm"),
+    *("granite", "olmo3", "minimax-m2"),
+)
+WITHOUT_DRAFTS, FAST = ("gemma4", "gemma4-k-eq-v"), ("gemma2", "gpt-oss", "llama4", "gemma4", "olmo3")
 SETTINGS = [  # the fast cut has some
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.reference.models import olmo
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import Collectives
@@ -68,6 +69,15 @@ def test_ranks_answer_as_one(family: str, layout: str, tmp_path: Path) -> None:
     for reqs, _ in on_ranks(2, run):
         assert [req.output_ids for req in reqs] == [req.output_ids for req in expected]
         assert logprobs(reqs) == pytest.approx(logprobs(expected), abs=TOLERANCE)
+
+
+def test_a_norm_over_the_heads_of_one_rank_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["olmo3"]))
+    config = make_config(str(tmp_path))
+    expected = logprobs(answers(assemble(config)))
+    monkeypatch.setattr(olmo, "norm_over_ranks", lambda norm, x, tp: norm(x))
+    both = on_ranks(2, lambda tp: answers(assemble(config.updated(tp=2), clock=lambda: 0.0, tp=tp)))
+    assert logprobs(both[0]) != pytest.approx(expected, abs=10 * TOLERANCE)
 
 
 def ask(config: EngineConfig, tp: Collectives | None = None) -> list[int]:

@@ -5,8 +5,8 @@ Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the
 n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For few
 tokens the bound is one launch. Separately, these are seven kernels and three times the bytes.
 
-A norm over all heads of q, and one over those of k (OLMo, MiniMax-M2), takes the mean squares of whole rows from
-`mean_squares`, a launch of its own: a CTA has some heads, and with several ranks the means are summed in between.
+A norm over all heads of q, and one over those of k (OLMo, MiniMax-M2), takes the mean squares of whole rows
+from `mean_squares`, a launch of its own: a CTA has some heads, and ranks add up their means in between.
 
 Shape: the grid is [tokens, groups of heads], first those of q, then of k, then of v; a group is of one kind,
 so every CTA takes one branch. Heads are loaded as two halves, because dimension i turns together with
@@ -62,8 +62,10 @@ def _weighted(x, scale, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight_ptr, heads, offs, end, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr):
-    """The weights of the elements `offs`, below `end`, of each head, float32: each head has its own if WIDE."""
+def _weights(
+    weight_ptr, heads, offs, end, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr
+):
+    """The weights of the elements `offs`, below `end`, of each head, float32. WIDE: each head has its own."""
     tile, mask = weight_ptr + offs, offs < end
     if WIDE:
         tile, mask = tile + heads * HEAD_DIM, mask & (heads < NUM_HEADS)
@@ -77,9 +79,9 @@ def _norm_and_rotate(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x_tile, out_tile [TOKENS, HEADS, 1]: where heads begin; means_tile, live [TOKENS, 1, 1]; heads [1, HEADS,
-    1]; cos, sin [TOKENS, 1, BLOCK_HALF]. WIDE: the norm is one over all heads, and means_tile has the mean
-    squares. Waits for the previous kernel, which gives x and them."""
+    """x_tile, out_tile [TOKENS, HEADS, 1]: where heads begin; means_tile, live [TOKENS, 1, 1];
+    heads [1, HEADS, 1]; cos, sin [TOKENS, 1, BLOCK_HALF]. WIDE: the norm is one over all heads, and
+    means_tile is where its mean squares are. Waits for the previous kernel, which gives x and them."""
     dtype: tl.constexpr = x_tile.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
@@ -220,8 +222,8 @@ def _mean_squares_kernel(
 
 
 def mean_squares(qkv: torch.Tensor, q_size: int, k_size: int, num_ranks: int = 1) -> torch.Tensor:
-    """qkv [n, q_size + k_size + any] -> float32 [n, 2]: the mean squares of the first q_size columns and of the
-    next k_size, over num_ranks: ranks with equally many columns sum them up."""
+    """qkv [n, q_size + k_size + any] -> float32 [n, 2]: the mean squares of the first q_size columns and of
+    the next k_size, divided by num_ranks: ranks with equally many columns add them up."""
     assert qkv.stride(1) == 1
     num_tokens = qkv.shape[0]
     tokens = interpreted_rows(num_tokens) or 1

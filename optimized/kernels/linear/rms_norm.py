@@ -1,4 +1,4 @@
-"""RMSNorm of rows, alone, after adding a residual or before: one launch, one pass, the row stays in registers.
+"""RMSNorm of rows, alone or with the sum of a residual: one launch, one pass, the row stays in registers.
 
 Roofline bound: bytes over the memory bandwidth. rms_norm reads and writes each row once, 2 * n * size *
 itemsize. rms_norm_add reads two rows and writes one, add_rms_norm reads two and writes two.
@@ -86,7 +86,8 @@ def add_rms_norm(
 def rms_norm_add(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> torch.Tensor:
-    """residual + norm(x), both [n, size], rounded behind the norm and behind the sum. Written over residual."""
+    """residual + norm(x), both [n, size], rounded after the norm and after the sum. residual is
+    overwritten."""
     _launch(x, residual, residual, weight, eps, unit_offset, adds_behind=True)
     return residual
 
