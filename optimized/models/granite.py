@@ -12,17 +12,30 @@ from typing import Any
 
 import torch
 
-from diptych.optimized.decoder import DecoderForCausalLM
+from diptych.optimized.decoder import DecoderForCausalLM, DecoderLayer
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.stream import Stream
+
+
+class GraniteDecoderLayer(DecoderLayer):
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        eps = config.rms_norm_eps / config.residual_scale**2
+        super().__init__(replace(config, rms_norm_eps=eps), *args)
+
+    def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
+        """Both streams are divided by r."""
+        return super().forward(x, positions, attention)
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    # --8<-- [start:divided-stream]
-    def __init__(self, config: ModelConfig, *args: Any) -> None:
-        super().__init__(replace(config, rms_norm_eps=config.rms_norm_eps / config.residual_scale**2), *args)
-        self.config = config
+    layer_class = GraniteDecoderLayer
 
+    def __init__(self, config: ModelConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.model.norm.eps /= config.residual_scale**2
+
+    # --8<-- [start:scaled-stream]
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -37,7 +50,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
         for layer_id, hidden in captured.items():
             captured[layer_id] = embeds if layer_id == 0 else hidden.mul_(factor)
         return hidden_states
-        # --8<-- [end:divided-stream]
+        # --8<-- [end:scaled-stream]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().embed(input_ids) * self.config.embed_scale

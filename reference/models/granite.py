@@ -16,13 +16,13 @@ class GraniteDecoderLayer(DecoderLayer):
         super().__init__(config, *args)
         self.scale = config.residual_scale
 
-    # --8<-- [start:scaled-sum]
+    # --8<-- [start:scaled-stream]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         heads = self.self_attn(self.input_layernorm(x), positions, attention)
         x = x + self.scale * self.tp.all_reduce(heads)
         hidden = self.mlp(self.post_attention_layernorm(x))
         return x + self.scale * self.tp.all_reduce(hidden)
-        # --8<-- [end:scaled-sum]
+        # --8<-- [end:scaled-stream]
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

@@ -161,8 +161,8 @@ class GemmaEnds(CausalLM):
 
 # --8<-- [start:norm-over-ranks]
 def norm_over_ranks(norm: RMSNorm, x: torch.Tensor, tp: Collectives) -> torch.Tensor:
-    """The norm of whole rows, of which each rank has equally many columns, x [num_tokens, columns]: ranks add
-    up one number per row. With one rank norm(x)."""
+    """The norm of rows of which each rank has equally many columns: x
+    [num_tokens, columns]. With one rank norm(x)."""
     if tp.size == 1:
         return norm(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,17 +19,11 @@ from diptych.optimized.kernels.attention.fp8_decode_attention import fp8_decode_
 from diptych.optimized.kernels.attention.qk_norm_rope_store import mean_squares, qk_norm_rope_store
 from diptych.optimized.kernels.attention.tree_attention import tree_attention
 from diptych.optimized.kernels.collectives.one_shot_all_reduce import OneShotAllReduce
-from diptych.optimized.kernels.linear import fixed_order_gemm, small_batch_linear
+from diptych.optimized.kernels.linear import fixed_order_gemm, rms_norm, small_batch_linear
 from diptych.optimized.kernels.linear.dequantize import dequantize
 from diptych.optimized.kernels.linear.quantize_input import quantize_input
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
-from diptych.optimized.kernels.linear.rms_norm import (
-    add_partial_sums_rms_norm,
-    add_rms_norm,
-    rms_norm,
-    rms_norm_add,
-)
 from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.optimized.kernels.moe import moe_tiles
 from diptych.optimized.kernels.moe.local_experts import local_experts
@@ -160,7 +154,7 @@ def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) 
     else:
         partial_sums = small_batch_linear.linear_partial_sums(x, weight)
         if partial_sums is not None:
-            add_partial_sums_rms_norm(
+            rms_norm.add_partial_sums_rms_norm(
                 partial_sums, torch.empty(num_tokens, out, dtype=dtype), torch.empty(out, dtype=dtype), 1e-6
             )
         small_batch_linear.linear_add(x, weight, torch.empty(num_tokens, out, dtype=dtype))
@@ -232,9 +226,9 @@ def permuted(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
 
 def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
-    rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
-    add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
-    rms_norm_add(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
+    rms_norm.rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
+    rms_norm.add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
+    rms_norm.rms_norm_add(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
     gate_up = torch.empty(num_tokens, 2 * inter, dtype=dtype)
     act_and_mul(*gate_up.chunk(2, dim=-1), is_gelu=is_gemma)
 
