@@ -29,7 +29,7 @@ class GraniteDecoderLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    layer_class = GraniteDecoderLayer
+    layer_class: Any = GraniteDecoderLayer
 
     def __init__(self, config: ModelConfig, *args: Any) -> None:
         super().__init__(config, *args)
