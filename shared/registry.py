@@ -170,6 +170,8 @@ PARTS: dict[str, str] = {
     "vision": "diptych.reference.modes.vision",
     "reference pipeline": "diptych.reference.parallel.pipeline",
     "optimized pipeline": "diptych.optimized.parallel.pipeline",
+    "reference dp_attention": "diptych.reference.parallel.dp_attention:PassDispatch",
+    "optimized dp_attention": "diptych.optimized.parallel.dp_attention:PassDispatch",
     "disaggregation": "diptych.reference.parallel.disaggregation",
     "split_servers": "diptych.reference.parallel.split_servers",
     "disk_tier": "diptych.reference.tiers.disk_tier",

@@ -55,8 +55,9 @@ class AllSteps:
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
         self.prefill: list[ExtendSteps] = []
-        if linear is not None:
-            return  # chunks of prompts are launched: their number is that of CTAs
+        if linear is not None or config.dp_attention:
+            # Chunks of prompts are launched: their number is that of CTAs, or the ranks have other tokens.
+            return
         tokens = TokenBuffers(captured_token_counts(config, model.config), model, self.device)
         self.prefill = [ExtendSteps(model, attention, kv_pool, tokens, num_logprob_rows)]
         if config.enable_mixed_chunk and attention.supports_ragged_graphs:

@@ -72,6 +72,7 @@ class BatchSteps(Steps):
         self.results = results
         self.linear = linear
         self.num_sampler_replays = 0
+        self.min_rows = 0  # of ranks that step together: the most of any
         self.by_size: dict[int, BatchStep] = {}
 
     def takes(self, batch: ForwardBatch) -> bool:
@@ -137,7 +138,7 @@ class BatchSteps(Steps):
 
     def _step_for(self, batch: ForwardBatch) -> BatchStep:
         """The step of the smallest size that is large enough."""
-        size = self.batch_sizes[bisect_left(self.batch_sizes, batch.batch_size)]
+        size = self.batch_sizes[bisect_left(self.batch_sizes, max(batch.batch_size, self.min_rows))]
         if size not in self.by_size:
             self.by_size[size] = self._make_step(size)
         return self.by_size[size]

@@ -114,11 +114,16 @@ def graphs_of_drafter(target: CausalLM, device: torch.device) -> CudaGraphs | No
     return _of_drafters[target]
 
 
-def graphs_of_runner(model: CausalLM, device: torch.device) -> CudaGraphs | None:
-    """What a model runner captures with: that of its drafter, if there is one. None: not on a GPU."""
+def graphs_of_runner(
+    model: CausalLM, device: torch.device, ranks: Collectives | None = None
+) -> CudaGraphs | None:
+    """What a model runner captures with: that of its drafter, if there is one. None: not on a GPU. `ranks`:
+    those that capture together, where they are not the model's."""
     if device.type != "cuda":
         return None
-    return _of_drafters.pop(model, None) or CudaGraphs(device, getattr(model, "tp", ALONE))
+    return _of_drafters.pop(model, None) or CudaGraphs(
+        device, getattr(model, "tp", ALONE) if ranks is None else ranks
+    )
 
 
 class Recording:

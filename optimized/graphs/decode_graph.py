@@ -90,13 +90,13 @@ class PaddedVectors:
         if key not in self._views:
             self._views[key] = self._views_of(*key)
         targets, padding = self._views[key]
-        torch._foreach_copy_(targets, vectors + padding)
+        torch._foreach_copy_(targets, vectors[: len(targets) - len(padding)] + padding)
 
     # --8<-- [end:load-padded]
 
     def _views_of(self, n: int, bs: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The places of n vectors of bs elements and of their padding, and that padding."""
-        targets = list(self.values[:n, :bs].unbind())
+        targets = list(self.values[:n, :bs].unbind()) if bs else []  # of an IDLE rank
         if bs == size:
             return targets, []
         return targets + list(self.values[:n, bs:size].unbind()), list(self.padding[:n, bs:size].unbind())

@@ -2,7 +2,8 @@
 the experts for all tokens.
 
 Every rank takes part in every forward pass. A rank without a batch runs an IDLE batch: its experts, for the
-tokens of the others. Before a pass the ranks gather one small tensor, from which they make all decisions.
+tokens of the others. Before a pass the ranks gather one small tensor, from which they make all decisions. How
+tokens come to the experts is each panel's (`parallel/dp_attention.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from diptych.shared.interfaces import Collectives, FusedExperts, ModelRunner, MoE, Sampler, TopKOutput
+from diptych.shared.interfaces import Collectives, ModelRunner, MoE, Sampler, Scheduler, TopKOutput
 from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -25,20 +25,9 @@ class PassTokens:
     num_tokens: tuple[int, ...]  # of each rank
     is_extend: bool  # whether a rank prefills
 
-    # --8<-- [start:choose-padding]
-    @property
-    def pads_to_longest(self) -> bool:
-        """True: MAX_LEN. Each rank pads its tokens to the largest number of any rank,
-        and one all-gather collects them. It suits decode steps of similar sizes, whose
-        shapes repeat. False: SUM_LEN. The tokens are concatenated without padding, by a
-        sum over ranks of mostly zeros."""
-        return not self.is_extend and 2 * sum(self.num_tokens) >= max(self.num_tokens) * len(self.num_tokens)
 
-    # --8<-- [end:choose-padding]
-
-
-class PassDispatch(ExpertDispatch):
-    """Expert dispatch with known numbers of tokens; call `begin` once for each forward pass."""
+class DispatchInStep(ExpertDispatch):
+    """Expert dispatch of ranks that begin each forward pass together."""
 
     def __init__(self, ranks: Collectives, ep: int) -> None:
         self.ranks = ranks
@@ -46,53 +35,21 @@ class PassDispatch(ExpertDispatch):
         self.tokens: PassTokens | None = None
 
     def begin(self, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
-        """Begin a forward pass of all ranks; 0 tokens: this rank has no batch."""
-        own = torch.tensor([[num_tokens, is_extend]], device=device)
-        each = self.ranks.all_gather(own).tolist()
+        """Begin a forward pass of all ranks on the device; 0 tokens: this rank has no batch. The numbers are
+        gathered on the CPU, so that no rank waits for its device."""
+        # --8<-- [start:begin-a-pass]
+        each = self.ranks.all_gather(torch.tensor([[num_tokens, is_extend]])).tolist()
         self.tokens = PassTokens(tuple(num for num, _ in each), any(extends for _, extends in each))
+        # --8<-- [end:begin-a-pass]
         return self.tokens
 
-    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        num_local = experts.w13.shape[0]
-        # --8<-- [start:gather-and-scatter]
-        all_x, weights = self._gather(x), self._gather(topk.topk_weights)
-        ids = self._gather(topk.topk_ids + 1)
-        local_ids = ids - 1 - self.part * num_local  # padding rows have the id -1, gathered as 0
-        is_here = (ids > 0) & (local_ids >= 0) & (local_ids < num_local)
-        summands = experts(all_x, TopKOutput(weights, torch.where(is_here, local_ids, -1)))
-        return self._scatter(summands)
-        # --8<-- [end:gather-and-scatter]
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, rank by rank; padding rows are 0."""
-        tokens = self._tokens
-        assert x.shape[0] == tokens.num_tokens[self.ranks.rank], f"{x.shape[0]} rows; the pass has {tokens}"
-        if tokens.pads_to_longest:
-            return self.ranks.all_gather(F.pad(x, (0, 0, 0, max(tokens.num_tokens) - x.shape[0])))
-        return self.ranks.all_reduce(F.pad(x, (0, 0, self._start, sum(tokens.num_tokens) - self._end)))
-
-    def _scatter(self, summands: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over ranks."""
-        if self._tokens.pads_to_longest:
-            return self.ranks.reduce_scatter(summands)[: self._end - self._start]
-        return self.ranks.all_reduce(summands)[self._start : self._end]
-
-    @property
-    def _tokens(self) -> PassTokens:
-        assert self.tokens is not None, "no forward pass has begun"
-        return self.tokens
-
-    @property
-    def _start(self) -> int:
-        return sum(self._tokens.num_tokens[: self.ranks.rank])
-
-    @property
-    def _end(self) -> int:
-        return self._start + self._tokens.num_tokens[self.ranks.rank]
+    def runner_in_step(self, runner: type[ModelRunner]) -> type[ModelRunner]:
+        """A model runner that begins each pass here; `num_passes` counts passes."""
+        return in_lockstep(runner, self)
 
 
-def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[ModelRunner]:
-    """A model runner that runs each pass together with all ranks; `num_passes` counts passes."""
+def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any]:
+    """A model runner that runs each pass together with all ranks."""
 
     class LockstepRunner(runner):  # type: ignore[misc, valid-type]
         num_passes = 0
@@ -106,6 +63,10 @@ def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[Model
         ) -> tuple[LogitsOutput, SampleOutput]:
             return self._pass(super().forward_and_sample, forward_batch, sampler, info, num_token_ids)
 
+        def run_idle_pass(self, scheduler: Scheduler) -> None:
+            """Take part in a pass without a batch of the scheduler."""
+            self.forward(idle_batch(self.kv_pool.device))
+
         @torch.inference_mode()
         def _pass(self, function: Any, batch: ForwardBatch, *args: Any) -> Any:
             if self._is_inside:  # forward_and_sample may call forward
@@ -115,18 +76,19 @@ def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[Model
             device, is_extend = batch.input_ids.device, batch.forward_mode.is_prefill
             tokens = dispatch.begin(len(batch.input_ids), is_extend, device)
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
-                self._run_experts()
+                self._take_part(batch)
             result = function(batch, *args)
             self._is_inside = False  # after an error it stays set: the ranks are out of step
             return result
 
-        def _run_experts(self) -> None:
+        def _take_part(self, batch: ForwardBatch) -> None:
             """Run the experts of an IDLE rank in a forward pass."""
-            like = next(self.model.parameters())
-            no_tokens = like.new_empty(0, self.model.config.hidden_size)
+            config, like = self.model.config, next(self.model.parameters())
+            no_tokens = like.new_empty(0, config.hidden_size)
+            weights = like.new_empty(0, config.moe.num_experts_per_tok, dtype=torch.float32)
             for module in self.model.modules():
                 if isinstance(module, MoE):
-                    module(no_tokens)
+                    dispatch.run(no_tokens, TopKOutput(weights, weights.int()), module.experts)
 
         @property
         def is_in_step(self) -> bool:

@@ -13,8 +13,8 @@ NUM_LARGE = 2**23
 
 def warm_up(ranks: Collectives, device: torch.device, moves_experts: bool = False) -> None:
     """Use each operation that steps use once, so that what it allocates is there. On a CPU nothing is
-    allocated, and one sum finds out whether the ranks reach each other. `moves_experts`: with expert
-    parallelism."""
+    allocated, and one sum finds out whether the ranks reach each other. `moves_experts`: with experts on
+    several ranks."""
     if ranks.size == 1:
         return
     ranks.all_reduce(torch.zeros(NUM_SMALL, device=device))
@@ -28,4 +28,5 @@ def warm_up(ranks: Collectives, device: torch.device, moves_experts: bool = Fals
         if moves_experts:
             rows = x.new_zeros(ranks.size, num // ranks.size + 1)
             ranks.all_to_all(rows, [1] * ranks.size, [1] * ranks.size)
+            ranks.reduce_scatter(rows)
     torch.cuda.synchronize(device)

@@ -91,6 +91,40 @@ def test_two_ranks_answer_as_one(way: str) -> None:
         assert llm.assembly.parts.drafter.drafter.graphs[0].num_replays > 0
 
 
+IN_STEP: dict[str, dict[str, Any]] = {
+    "parts of experts": {},
+    "whole experts": {"ep": 2},
+    "no graphs": {"ep": 2, "disable_cuda_graph": True},
+    "NCCL": {"use": {"collectives": "nccl"}},
+    "not overlapped": {"ep": 2, "disable_overlap_schedule": True},
+    "mixed chunks": {"ep": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "small pool": {"ep": 2, "max_total_tokens": 128, "schedule_conservativeness": 0.1},
+}
+
+
+@pytest.mark.parametrize("way", IN_STEP)
+def test_replicas_that_share_experts_answer_as_one(way: str) -> None:
+    """Greedy text in float32. Both replicas, one with the other idle, and both again with cached prompts."""
+    more = IN_STEP[way]
+    prompts = [*PROMPTS, "What is 3 + 4 + 5?", "Count from 10 to 4."]
+    expected = [output.text for output in LLM("tiny-moe", **FLAGS).generate(prompts, **GREEDY)]
+    llm = LLM("tiny-moe", dp=2, dp_attention=True, **(FLAGS | more))
+    for asked in (prompts, prompts[:1], prompts):
+        assert [output.text for output in llm.generate(asked, **GREEDY)] == expected[: len(asked)]
+    runner: Any = llm.assembly.parts.model_runner
+    assert (runner.replays.steps > 0) == ("disable_cuda_graph" not in more)
+    assert runner.replays.steps < runner.num_passes
+    if way == "small pool":
+        assert llm.scheduler.stats().num_retractions > 0
+
+
+@pytest.mark.gpus(4)
+def test_four_replicas_that_share_experts_answer_as_one() -> None:
+    expected = [output.text for output in LLM("tiny-moe", **FLAGS).generate(PROMPTS, **GREEDY)]
+    llm = LLM("tiny-moe", dp=4, ep=2, dp_attention=True, **FLAGS)
+    assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+
+
 @pytest.mark.gpus(4)
 @pytest.mark.parametrize(("model", "ep"), [("tiny-dense", 1), ("tiny-moe", 1), ("tiny-moe", 4)])
 def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
@@ -166,5 +200,14 @@ def test_a_rank_that_is_killed_ends_the_engine(way: str) -> None:
     os.kill(follower.process.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+        llm.generate(PROMPTS, **GREEDY)
+    assert time.monotonic() - start < 10
+
+
+def test_a_replica_that_is_killed_ends_all_that_share_its_experts() -> None:
+    llm = LLM("tiny-moe", dp=2, dp_attention=True, **FLAGS)
+    os.kill(llm.scheduler.replicas[1].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="replica 1 has ended with signal SIGKILL"):
         llm.generate(PROMPTS, **GREEDY)
     assert time.monotonic() - start < 10

@@ -26,6 +26,7 @@ from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.optimized.kernels.moe import moe_tiles
+from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
 from diptych.optimized.kernels.moe.local_experts import local_experts
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.moe.moe_combine import combine
@@ -275,6 +276,8 @@ def local(num_tokens: int) -> None:
         experts = in_order(1, 128, 144)
     placement = ExpertPlacement(experts, 0, torch.get_default_device())
     local_experts(torch.empty(num_tokens, 8, dtype=torch.int32), placement, 72, 72)
+    rows, counts = torch.empty(num_tokens, 2080, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    gathered_experts(rows[:, :8].view(torch.float32), rows[:, 8:16], counts, 64, 64)
 
 
 def one_shot(size: int, hidden: int, dtype: torch.dtype) -> None:

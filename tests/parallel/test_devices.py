@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.engine.build.assembly import assemble
-from diptych.shared.engine.build.features.together import check_parallel
+from diptych.shared.engine.build.features.together import check_dp_attention, check_parallel
 from diptych.shared.engine.processes import launcher
-from diptych.shared.engine.processes.devices import config_of_rank, config_of_replica
+from diptych.shared.engine.processes.devices import config_in_step, config_of_rank, config_of_replica
 from diptych.shared.engine.processes.ranks import assemble_ranks
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.first_use import warm_up
@@ -107,6 +109,35 @@ def test_what_runs_on_gpus(device: str, flags: dict[str, Any], collectives: str,
     else:
         with pytest.raises(ValueError, match=message):
             check_parallel(config, selection)
+
+
+@pytest.mark.parametrize(
+    ("device", "panel", "collectives", "message"),
+    [
+        ("cpu", "reference", "reference", None),
+        ("cpu", "optimized", "reference", None),
+        ("cuda:0", "optimized", "nccl", None),
+        ("cuda:0", "optimized", "reference", "panel=optimized, collectives=reference does not run on"),
+        ("cuda:0", "reference", "optimized", "panel=reference, .* choose panel=optimized for CUDA"),
+        ("mps", "optimized", "optimized", "does not run on device=mps"),
+    ],
+)
+def test_where_replicas_share_experts(
+    folders: dict[str, str], device: str, panel: str, collectives: str, message: str | None
+) -> None:
+    selection = {"scheduler": panel, "model_runner": panel, "collectives": collectives}
+    config = EngineConfig(device=device, dp=2, dp_attention=True)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_dp_attention(config, read_config(Path(folders["qwen3-moe"])), selection)
+
+
+def test_each_replica_in_step_has_a_gpu(gpus: Any) -> None:
+    gpus(3)
+    config = EngineConfig(device="cuda:1", dp=2, dp_attention=True)
+    assert [config_in_step(config, i).device for i in range(2)] == ["cuda:1", "cuda:2"]
+    assert config_in_step(config, 1).dp == 2
+    with pytest.raises(ValueError, match="dp=3 replicas that share experts on device=cuda:1 need 3 GPUs"):
+        config_in_step(config.updated(dp=3), 0)
 
 
 class Used(Exception):

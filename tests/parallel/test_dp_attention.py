@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from diptych.optimized.parallel.dp_attention import PassDispatch as PaddedDispatch
+from diptych.reference.parallel.dp_attention import PassDispatch, pads_to_longest
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes import replicas_in_step
@@ -25,7 +27,7 @@ from diptych.shared.engine.processes.replicas_in_step import (
 from diptych.shared.interfaces import Collectives, FusedExperts, TopKOutput
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
-from diptych.shared.parallel.dp_attention import PassDispatch, PassTokens
+from diptych.shared.parallel.dp_attention import PassTokens
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
@@ -40,6 +42,13 @@ MIXES: dict[str, dict[str, Any]] = {
     "small pool": {"max_total_tokens": 48, "schedule_conservativeness": 0.1},
     "whole experts": {"ep": 2},
     "one at a time": {"max_running_requests": 1},
+}
+HOST_PARTS = ("scheduler", "model_runner", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
+PANELS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "optimized": {
+        "use": dict.fromkeys((*HOST_PARTS, "collectives"), "optimized")
+    },  # without Triton's kernels
 }
 
 
@@ -59,9 +68,33 @@ class BegunWithPrompts(Begun):
     is_extend = True
 
 
-@pytest.mark.parametrize("impl", [Begun, BegunWithPrompts])
+class BegunAhead(PaddedDispatch):
+    """A dispatch of a pass of the optimized panel, without padding."""
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        self.begin(x.shape[0], True, x.device)
+        return super().run(x, topk, experts)
+
+
+class BegunPadded(PaddedDispatch):
+    """A padded pass, with NaN in the padding rows, which have chosen experts as other rows have."""
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        self.max_size = 4096
+        num_tokens = x.shape[0]
+        num_more = max(self.begin(num_tokens, False, x.device).num_tokens) + 1 - num_tokens
+        weights, ids = topk
+        padded = TopKOutput(
+            torch.cat([weights, weights.new_ones(num_more, weights.shape[1])]),
+            torch.cat([ids, ids.new_zeros(num_more, ids.shape[1])]),
+        )
+        nan = x.new_full((num_more, x.shape[1]), torch.nan)
+        return super().run(torch.cat([x, nan]), padded, experts)[:num_tokens]
+
+
+@pytest.mark.parametrize("impl", [Begun, BegunWithPrompts, BegunAhead, BegunPadded])
 @pytest.mark.parametrize("clause", clauses_of("expert_dispatch"), ids=lambda clause: clause.name)
-def test_it_is_an_expert_dispatch(clause: Clause, impl: type[PassDispatch]) -> None:
+def test_it_is_an_expert_dispatch(clause: Clause, impl: Any) -> None:
     for case in clause.cases:
         clause.run(impl, case, impl)
 
@@ -117,7 +150,7 @@ def test_a_planted_bug_breaks_the_contract(bug: Bug) -> bool:
     ],
 )
 def test_which_padding(num_tokens: tuple[int, ...], is_extend: bool, pads: bool) -> None:
-    assert PassTokens(num_tokens, is_extend).pads_to_longest == pads
+    assert pads_to_longest(PassTokens(num_tokens, is_extend)) == pads
 
 
 def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
@@ -152,9 +185,10 @@ def run_all(controller: ControllerInStep, reqs: list[Req]) -> dict[str, list[int
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_replicas_in_step_answer_as_one(folders: dict[str, str], mix: str, size: int) -> None:
+@pytest.mark.parametrize("panel", PANELS)
+def test_replicas_in_step_answer_as_one(folders: dict[str, str], mix: str, size: int, panel: str) -> None:
     """Prompts, decoding and no work at the same time, in all combinations."""
-    flags = dict(MIXES[mix])
+    flags = MIXES[mix] | PANELS[panel]
     ep = flags.pop("ep", 1)
     config = make_config(folders["qwen3-moe"], **flags)
     expected = {req.rid: req.output_ids for req in answers(assemble(config))}
@@ -192,7 +226,8 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
         ({"dp": 2, "speculative": "ngram"}, "no speculation: .* would have to agree on the steps of a round"),
         ({"dp": 2, "ep": 2, "ep_num_redundant_experts": 2}, "no redundant experts"),
         ({"dp": 2, "model": "llama"}, "LlamaForCausalLM has none"),
-        ({"dp": 2, "use": {"models": "optimized"}}, "models=reference"),
+        ({"dp": 2, "use": {"scheduler": "optimized"}}, "scheduler=optimized, model_runner=reference; choose"),
+        ({"dp": 2, "panel": "optimized", "use": {"model_runner": "reference"}}, "model_runner=reference;"),
     ],
 )
 def test_what_cannot_step_together(

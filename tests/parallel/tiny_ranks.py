@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.processes.ranks import collectives_of
+from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
 from diptych.shared.interfaces import Collectives
-from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.tools.conformance.oracles.rank_threads import SECONDS, on_ranks
 from diptych.shared.types import Req, SamplingParams
 
 LLAMA = {
@@ -41,6 +45,7 @@ QWEN3_MOE = LLAMA | {
     "tie_word_embeddings": True,
 }
 EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "num_attention_heads": 2}
+MAX_STEPS = 500
 
 
 def make_config(model: str, **flags: Any) -> EngineConfig:
@@ -79,6 +84,36 @@ def answers(assembly: Assembly) -> list[Req]:
             scheduler.add_request(done[-1])
         scheduler.step()
     return done
+
+
+def of_replicas(
+    config: EngineConfig,
+    size: int,
+    seconds: float = SECONDS,
+    in_turn: bool = False,
+    impl: type[Collectives] | None = None,
+    ep: int = 1,
+    only: Sequence[str] = (),
+) -> tuple[list[Req], list[ScheduleInStep]]:
+    """The requests (`only`: with these ids), finished, of replicas in step that take them in turn; and what
+    ran them."""
+
+    def run(dp: Collectives) -> tuple[list[Req], ScheduleInStep]:
+        assembly = assemble(config.updated(dp=size, ep=ep, dp_attention=True), clock=lambda: 0.0, tp=dp)
+        replica = ScheduleInStep(assembly.scheduler, assembly.parts.model_runner, dp)
+        own, step = [req for req in requests() if not only or req.rid in only][dp.rank :: size], 0
+        waiting = list(own)
+        while dp.all_gather(torch.tensor([bool(waiting) or replica.has_work()])).any():
+            assert step < MAX_STEPS, "requests do not end"
+            if waiting and step % 2 == 0:
+                replica.add_request(waiting.pop(0))
+            replica.step()
+            step += 1
+        return own, replica
+
+    found = on_ranks(size, run, seconds, impl=impl or collectives_of(config), in_turn=in_turn)
+    reqs = sorted((req for own, _ in found for req in own), key=lambda req: req.rid)
+    return reqs, [replica for _, replica in found]
 
 
 def of_ranks(config: EngineConfig, size: int) -> list[list[Req]]:

@@ -102,7 +102,7 @@ def assemble(
     features = Features(plan)
     phases.end("tokenizer")
     if plan.ranks is not None:  # a group's first collective may take memory
-        warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1)
+        warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1 or plan.config.dp_attention)
     free_before = free_gpu_memory(plan.device)
     with must_fit(plan.config.model):
         model = load_model(

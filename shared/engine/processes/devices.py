@@ -29,6 +29,12 @@ def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
     return config.updated(dp=1, device=device)
 
 
+def config_in_step(config: EngineConfig, replica: int) -> EngineConfig:
+    """The config of one of the config.dp replicas that step together. Raises `ValueError` likewise."""
+    what = f"dp={config.dp} replicas that share experts"
+    return config.updated(device=device_at(config.device or default_device(), replica, config.dp, what))
+
+
 def device_at(device: str, place: int, num: int, what: str) -> str:
     """The device at `place` of `num` devices, of which `device` is the first: cuda:2 at place 1 is cuda:3.
     All places have the same CPU. Raises `ValueError` if this computer has fewer GPUs; `what` needs them."""

@@ -81,7 +81,7 @@ def assemble_lead(
 def finish_launched(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
     """Wait for what this rank has launched, before the other ranks are ended: on a GPU it may need them, and
     would never end without them."""
-    if device.startswith("cuda") and not _have_ended(followers):
+    if device.startswith("cuda") and not have_ended(followers):
         with watchdog.working():  # ends this process if a rank ends meanwhile
             torch.cuda.synchronize(device)
 
@@ -112,9 +112,9 @@ class LeadScheduler(Scheduler):
         self.clock = clock
         self.tp = tp
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
-            partial(_describe_all, followers, tp),
+            partial(describe_ranks, followers, tp),
             limit=step_limit,
-            has_ended=partial(_have_ended, followers),
+            has_ended=partial(have_ended, followers),
         )
 
     def add_request(self, req: Req) -> None:
@@ -167,7 +167,7 @@ class LeadScheduler(Scheduler):
 
     def has_work(self) -> bool:
         """True also if a rank has ended, so that `step` is called and raises."""
-        return self.scheduler.has_work() or self.problem is not None or _have_ended(self.followers)
+        return self.scheduler.has_work() or self.problem is not None or have_ended(self.followers)
 
     def state(self) -> SchedulerState:
         return self.scheduler.state()
@@ -190,7 +190,7 @@ class LeadScheduler(Scheduler):
         ended = readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)  # else they send nothing
         if not ended and not self.tp.is_broken:
             return
-        found = _describe_all(self.followers, self.tp)
+        found = describe_ranks(self.followers, self.tp)
         problem = (ended or self.followers)[0].describe_end()
         print(f"{problem}\n{found}", file=sys.stderr, flush=True)
         self.end(problem)
@@ -203,11 +203,11 @@ class LeadScheduler(Scheduler):
             follower.end()
 
 
-def _have_ended(followers: Sequence[Child]) -> bool:
+def have_ended(followers: Sequence[Child]) -> bool:
     return bool(readable(followers, 0))  # running ranks send nothing
 
 
-def _describe_all(followers: Sequence[Child], tp: Collectives) -> str:
+def describe_ranks(followers: Sequence[Child], tp: Collectives) -> str:
     return describe_all(followers, list(tp.log.entries.copy()))
 
 

@@ -7,10 +7,10 @@ IDLE batch (`diptych.shared.parallel.dp_attention`).
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-import torch
 
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
@@ -19,18 +19,17 @@ from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
     Inbox,
-    describe_all,
     readable,
     reported_end,
     started,
 )
 from diptych.shared.engine.processes.child_messages import Ready
-from diptych.shared.engine.processes.ranks import collectives_of
+from diptych.shared.engine.processes.devices import config_in_step
+from diptych.shared.engine.processes.ranks import collectives_of, describe_ranks, finish_launched, have_ended
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
-from diptych.shared.parallel.dp_attention import idle_batch
 from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.types import Req, StepOutput
 
@@ -39,11 +38,10 @@ class ScheduleInStep(Scheduler):
     """The scheduler of one replica. Each step has exactly one forward pass, of an IDLE batch if there is no
     other."""
 
-    def __init__(self, scheduler: Scheduler, runner: Any, device: torch.device, dp: Collectives) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Any, dp: Collectives) -> None:
         """runner: made by `in_lockstep`."""
         self.scheduler = scheduler
         self.runner = runner
-        self.device = device
         self.dp = dp
 
     def step(self) -> list[StepOutput]:
@@ -52,7 +50,7 @@ class ScheduleInStep(Scheduler):
         num_before = self.runner.num_passes
         outputs = self.scheduler.step() if self.scheduler.has_work() else []
         if self.runner.num_passes == num_before:
-            self.runner.forward(idle_batch(self.device))
+            self.runner.run_idle_pass(self.scheduler)
         # --8<-- [end:step-in-step]
         if self.dp.is_broken or not self.runner.is_in_step or self.runner.num_passes != num_before + 1:
             raise EngineProcessEnded("the replicas are not in step: one has ended, has failed, or is late")
@@ -90,7 +88,11 @@ class ControllerInStep(Controller):
         super().__init__(config, scheduler, *of_controller)
         self.dp: Collectives = scheduler.dp
         others = self.replicas[1:]
-        self.watchdog = Watchdog(lambda: describe_all(others, list(self.dp.log.entries.copy())))
+        self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
+            partial(describe_ranks, others, self.dp), has_ended=partial(have_ended, others)
+        )
+        # Its arguments keep the other replicas alive until the call, also where all of this is garbage.
+        weakref.finalize(self, finish_launched, str(config.device), self.watchdog, others)
 
     def step(self) -> list[StepOutput]:
         if self.problem is not None:
@@ -115,14 +117,15 @@ def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> A
     `EngineProcessEnded` if a replica cannot start."""
     time_limit = time_limit or config.dist_timeout
     store = local_store(config.dp)
+    configs = [config_in_step(config, i) for i in range(config.dp)]
     others = [
-        Child.spawn(f"replica {i}", _run_replica, config, i, store.path, time_limit)
+        Child.spawn(f"replica {i}", _run_replica, configs[i], i, store.path, time_limit)
         for i in range(1, config.dp)
     ]
     with started(others):
         for other in others:
             other.next_message(time_limit)
-        assembly = assemble_replica(config, store, 0, time_limit)
+        assembly = assemble_replica(configs[0], store, 0, time_limit)
         pool_sizes = [other.next_message(START_SECONDS) for other in others]
     return replace(
         assembly, scheduler=controlled(ControllerInStep, assembly.config, assembly, others, pool_sizes)
@@ -133,8 +136,7 @@ def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: fl
     """Assemble one replica."""
     dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
     assembly = assemble(config, time.monotonic, tp=dp)
-    parts = assembly.parts
-    in_step = ScheduleInStep(assembly.scheduler, parts.model_runner, parts.allocator.device, dp)
+    in_step = ScheduleInStep(assembly.scheduler, assembly.parts.model_runner, dp)
     return replace(assembly, scheduler=in_step)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.engine.build.features import Feature
-from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import CausalLM, MoE, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.parallel.agreement import AgreedSampler
-from diptych.shared.parallel.dp_attention import PassDispatch, in_lockstep
 
 
 class Ranks(Feature):
@@ -44,16 +43,16 @@ class Pipeline(Feature):
 class SharedExperts(Feature):
     """Data-parallel attention: replicas that share the experts, and step together."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        assert plan.ranks is not None
-        self.dispatch = PassDispatch(plan.ranks, plan.config.ep)
+    @cached_property
+    def dispatch(self) -> Any:
+        dispatch = registry.load_part(f"{self.plan.selection['scheduler']} dp_attention")
+        return dispatch(self.plan.ranks, self.plan.config.ep)
 
     def check(self) -> None:
         check_dp_attention(self.plan.config, self.plan.model_config, self.plan.selection)
 
     def implementation(self, component: str, impl: Any) -> Any:
-        return in_lockstep(impl, self.dispatch) if component == "model_runner" else impl
+        return self.dispatch.runner_in_step(impl) if component == "model_runner" else impl
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
         for module in model.modules():
@@ -119,8 +118,16 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
     """Raise `ValueError` for settings that do not work with data-parallel attention."""
     if model_config.moe is None:
         raise ValueError(f"dp_attention shares experts, and {model_config.architecture} has none")
-    if str(config.device) != "cpu" or selection["models"] != "reference":
+    panel, device = selection["scheduler"], str(config.device)
+    if panel not in registry.PANELS or selection["model_runner"] != panel:
         raise ValueError(
-            "dp_attention runs over gloo, on device=cpu with models=reference; these are "
-            f"{config.device} and {selection['models']}"
+            "dp_attention runs with the scheduler and the model runner of one panel; these are "
+            f"scheduler={panel}, model_runner={selection['model_runner']}; choose panel=reference or "
+            "panel=optimized"
+        )
+    runs_here = device == "cpu" or (device.startswith("cuda") and selection["collectives"] != "reference")
+    if not runs_here or (panel == "reference" and device != "cpu"):
+        raise ValueError(
+            f"dp_attention with panel={panel}, collectives={selection['collectives']} does not run on "
+            f"device={device}: the reference runs over gloo on device=cpu; choose panel=optimized for CUDA"
         )

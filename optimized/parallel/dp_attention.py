@@ -1,0 +1,137 @@
+"""Data-parallel attention where CUDA graphs contain the decode steps of all ranks, IDLE ones too.
+
+Differs from reference: if no rank prefills, every rank runs a decode step padded to one captured size, which
+follows from the largest number of tokens of any rank (MAX_LEN). A layer has one all-gather, of rows that hold
+a token, its experts and their weights, and one reduce-scatter. `counts` marks padding rows on the device, so
+a graph serves any numbers. Other passes (SUM_LEN) run eagerly, with uneven rows by all-to-all. Loses where
+one rank has most of the requests: the others compute padding.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from diptych.optimized.graphs.cuda_graph import graphs_of_runner
+from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import Collectives, FusedExperts, ModelRunner, Sampler, TopKOutput
+from diptych.shared.parallel.dp_attention import DispatchInStep, PassTokens, idle_batch, in_lockstep
+from diptych.shared.to_device import to_device
+from diptych.shared.types import ForwardBatch
+
+ALIGNMENT = 16
+"""Words of 4 bytes of a gathered row: every row starts as aligned as the first."""
+
+
+def find_by_torch(
+    weights: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None, first: int, num_local: int
+) -> TopKOutput:
+    """`gathered_experts` without Triton."""
+    local = ids - first
+    is_here = (ids >= 0) & (local >= 0) & (local < num_local)
+    if counts is not None:
+        rows = torch.arange(ids.shape[0] // counts.shape[0], device=ids.device)
+        is_here &= (rows < counts[:, None]).view(-1, 1)
+    return TopKOutput(torch.where(is_here, weights, 0.0), torch.where(is_here, local, -1))
+
+
+class PassDispatch(DispatchInStep):
+    def __init__(self, ranks: Collectives, ep: int) -> None:
+        super().__init__(ranks, ep)
+        self.max_size = 0  # the largest captured size
+        self.is_padded = True  # all ranks have the same number of rows, as in a capture
+        self._counts: torch.Tensor | None = None
+
+    # --8<-- [start:choose-padding]
+    def begin(self, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
+        tokens = super().begin(num_tokens, is_extend, device)
+        self.is_padded = not tokens.is_extend and max(tokens.num_tokens) <= self.max_size
+        self.counts(device).copy_(to_device(tokens.num_tokens, torch.int64, device))
+        return tokens
+
+    # --8<-- [end:choose-padding]
+
+    def counts(self, device: torch.device) -> torch.Tensor:
+        """The number of tokens of each rank, int64, always at the same address: graphs read it."""
+        if self._counts is None:
+            self._counts = torch.zeros(self.ranks.size, dtype=torch.int64, device=device)
+        return self._counts
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        num_local = experts.w13.shape[0]
+        # --8<-- [start:gather-and-scatter]
+        parts = (x.contiguous(), topk.topk_weights.contiguous(), topk.topk_ids.contiguous())
+        words = [part.view(torch.int32) for part in parts]
+        widths = [each.shape[1] for each in words]
+        filler = words[0][:, : -sum(widths) % ALIGNMENT]
+        gathered = self._gather(torch.cat([*words, filler], dim=1)).split([*widths, filler.shape[1]], dim=1)
+        all_x, weights, ids = (each.view(part.dtype) for each, part in zip(gathered, parts))
+        counts = self.counts(x.device) if self.is_padded else None
+        find = gathered_experts if x.is_cuda else find_by_torch
+        here = find(weights, ids, counts, self.part * num_local, num_local)
+        return self._scatter(experts(all_x, here), x.shape[0])
+        # --8<-- [end:gather-and-scatter]
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, rank by rank."""
+        if self.is_padded:
+            return self.ranks.all_gather(x)
+        num_own, size = x.shape[0], self.ranks.size
+        assert num_own == self._nums[self.ranks.rank], f"{num_own} rows; the pass has {self.tokens}"
+        return self.ranks.all_to_all(x.repeat(size, 1), [num_own] * size, self._nums)
+
+    def _scatter(self, summands: torch.Tensor, num_own: int) -> torch.Tensor:
+        """This rank's rows of the sum over ranks."""
+        if self.is_padded:
+            return self.ranks.reduce_scatter(summands)
+        size = self.ranks.size
+        own = self.ranks.all_to_all(summands, self._nums, [num_own] * size)
+        wide = torch.promote_types(own.dtype, torch.float32)
+        return own.unflatten(0, (size, num_own)).sum(0, dtype=wide).to(own.dtype)
+
+    @property
+    def _nums(self) -> tuple[int, ...]:
+        assert self.tokens is not None, "no forward pass has begun"
+        return self.tokens.num_tokens
+
+    def runner_in_step(self, runner: type[ModelRunner]) -> type[ModelRunner]:
+        dispatch = self
+
+        class PaddedRunner(in_lockstep(runner, dispatch)):  # type: ignore[misc]
+            """Whether a padded step is replayed or launched kernel by kernel is this rank's matter: the
+            collectives are the same."""
+
+            make_graphs = staticmethod(partial(graphs_of_runner, ranks=dispatch.ranks))
+
+            def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
+                super().prepare(config, sampler, num_token_ids)
+                dispatch.max_size = max((steps.max_bs for steps in self.kinds), default=0)
+
+            def _steps_for(self, forward_batch: ForwardBatch) -> Any:
+                if not dispatch.is_padded:
+                    return None
+                # --8<-- [start:size-of-all-ranks]
+                steps = self.steps.decode
+                steps.min_rows = max(dispatch._nums)
+                # --8<-- [end:size-of-all-ranks]
+                return steps
+
+            def _take_part(self, batch: ForwardBatch) -> None:
+                steps = self._steps_for(batch)
+                if steps is None:
+                    super()._take_part(batch)
+                else:
+                    steps.run(batch, self.capture_hidden, replay=not self.is_watched)
+
+            def _reads_last_rows(self, forward_batch: ForwardBatch) -> bool:
+                return False  # the last layer's experts get the tokens that all ranks know of
+
+            def run_idle_pass(self, scheduler: Any) -> None:
+                """On the stream of the scheduler's batches, behind them."""
+                batch = idle_batch(self.kv_pool.device)
+                scheduler.pipeline.streams.launch(lambda: self.forward(batch).next_token_logits)
+
+        return PaddedRunner
