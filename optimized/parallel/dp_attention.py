@@ -18,7 +18,7 @@ from diptych.optimized.graphs.cuda_graph import graphs_of_runner
 from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
 from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Collectives, FusedExperts, ModelRunner, Sampler, TopKOutput
-from diptych.shared.parallel.dp_attention import DispatchInStep, PassTokens, idle_batch, in_lockstep
+from diptych.shared.parallel.in_step import DispatchInStep, PassTokens, idle_batch, in_lockstep
 from diptych.shared.to_device import to_device
 from diptych.shared.types import ForwardBatch
 
@@ -113,11 +113,8 @@ class PassDispatch(DispatchInStep):
             def _steps_for(self, forward_batch: ForwardBatch) -> Any:
                 if not dispatch.is_padded:
                     return None
-                # --8<-- [start:size-of-all-ranks]
-                steps = self.steps.decode
-                steps.min_rows = max(dispatch._nums)
-                # --8<-- [end:size-of-all-ranks]
-                return steps
+                self.steps.decode.min_rows = max(dispatch._nums)
+                return self.steps.decode
 
             def _take_part(self, batch: ForwardBatch) -> None:
                 steps = self._steps_for(batch)

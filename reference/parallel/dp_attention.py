@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from diptych.shared.interfaces import FusedExperts, TopKOutput
-from diptych.shared.parallel.dp_attention import DispatchInStep, PassTokens
+from diptych.shared.parallel.in_step import DispatchInStep, PassTokens
 
 
 # --8<-- [start:choose-padding]
 def pads_to_longest(tokens: PassTokens) -> bool:
-    """True: MAX_LEN. Each rank pads its tokens to the largest number of any rank, and one
-    all-gather collects them. It suits decode steps of similar sizes, whose shapes repeat.
-    False: SUM_LEN. The tokens are concatenated without padding, by a sum over ranks of
-    mostly zeros."""
+    """True: MAX_LEN. Each rank pads its tokens to the largest number of any rank, and
+    one all-gather collects them. It suits decode steps of similar sizes, whose shapes
+    repeat. False: SUM_LEN. The tokens are concatenated without padding, by a sum over
+    ranks of mostly zeros."""
     nums = tokens.num_tokens
     return not tokens.is_extend and 2 * sum(nums) >= max(nums) * len(nums)
 

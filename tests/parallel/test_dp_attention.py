@@ -27,7 +27,7 @@ from diptych.shared.engine.processes.replicas_in_step import (
 from diptych.shared.interfaces import Collectives, FusedExperts, TopKOutput
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
-from diptych.shared.parallel.dp_attention import PassTokens
+from diptych.shared.parallel.in_step import PassTokens
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks

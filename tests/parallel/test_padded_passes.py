@@ -15,7 +15,7 @@ from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
 from diptych.shared.interfaces import FusedExperts, TopKOutput
-from diptych.shared.parallel.dp_attention import PassTokens
+from diptych.shared.parallel.in_step import PassTokens
 from tests.model_runner.fake_graphs import FakeGraphs
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS

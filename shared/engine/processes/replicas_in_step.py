@@ -1,7 +1,7 @@
 """Data-parallel attention: replicas that share the experts, and therefore step together.
 
 The controller starts a step on all replicas while any has work. A replica without a batch takes part with an
-IDLE batch (`diptych.shared.parallel.dp_attention`).
+IDLE batch (`diptych.shared.parallel.in_step`).
 """
 
 from __future__ import annotations
