@@ -2,7 +2,8 @@
 
 Differs from reference: one operation of the library instead of a gather and a sum. A sum is rounded to the
 tensor's dtype at each addition. Small sums of GPUs of one computer are one kernel (symmetric_memory.py), in
-float32 and in the order of ranks, with the residual and the norm behind them if a layer asks for that.
+float32 and in the order of ranks, with the residual and the norm behind them if a layer asks for that. So are
+a small reduce-scatter, and a small all-gather of int32, in which rows of several dtypes are packed.
 Operations on CUDA tensors are queued on the current stream, and a CUDA graph may contain them; all of a group
 must run one after the other. Communicator and buffers are made at the first CUDA tensor, which takes time and
 memory, so use each group once before memory is measured.
@@ -70,13 +71,19 @@ class Collectives(interface.Collectives):
         is_gemma = isinstance(norm, GemmaRMSNorm)
         return self._one_shot.add_rms_norm(x.contiguous(), residual, norm.weight, norm.eps, is_gemma)
 
-    def _takes_one_shot(self, x: torch.Tensor) -> bool:
-        """The same on all ranks: they pass tensors of one shape, dtype and type of device."""
+    def _takes_one_shot(self, x: torch.Tensor, num_times: float = 1) -> bool:
+        """As `_is_small`, for tensors that the kernel adds."""
+        return (
+            self._is_small(x, num_times) and self._one_shot is not None and x.dtype in self._one_shot.dtypes
+        )
+
+    def _is_small(self, x: torch.Tensor, num_times: float) -> bool:
+        """The same on all ranks: they pass tensors of one shape, dtype and type of device. num_times: of the
+        bytes of x, which a sum has for which NCCL sends as much."""
         if not x.is_cuda:
             return False
         self._group(x.device)
-        is_small = uses_one_shot(x.numel() * x.element_size(), self.size)
-        return self._one_shot is not None and x.dtype in self._one_shot.dtypes and is_small
+        return uses_one_shot(int(num_times * x.numel() * x.element_size()), self.size)
 
     def barrier(self) -> None:
         """A rank may come as late as it likes while it works: before the first steps ranks compile kernels,
@@ -86,12 +93,16 @@ class Collectives(interface.Collectives):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_gather", self.name, x)
+        if x.dtype == torch.int32 and self._is_small(x, 2) and self._one_shot is not None:
+            return self._one_shot.gather(x.contiguous())
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         self._finish(x, "_allgather_base", gathered, x.contiguous())
         return gathered
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("reduce_scatter", self.name, x)
+        if self._takes_one_shot(x, 2 / self.size) and self._one_shot is not None:
+            return self._one_shot.reduce_scatter(x.contiguous())
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         self._finish(x, "_reduce_scatter_base", part, x.contiguous())
         return part

@@ -84,6 +84,23 @@ def sums_that_differ(tp: Collectives, nccl: NcclCollectives) -> list[str]:
     return found
 
 
+def parts_that_differ(tp: Collectives, nccl: NcclCollectives) -> list[str]:
+    """Parts of sums, and gathered words, of the kernel whose bits are not the right ones."""
+    found = []
+    for num in (1, 7, 2049, 100_000, one_shot_limit(tp.size) // 8 + 1):  # the last one is NCCL's
+        for dtype in DTYPES:
+            x = random(f"{num} {tp.rank}", tp.size * num, 2, dtype=dtype)
+            parts = ordered_sum(nccl.all_gather(x[None])).to(dtype).chunk(tp.size)
+            if not torch.equal(
+                tp.reduce_scatter(x), nccl.reduce_scatter(x) if tp.size == 2 else parts[tp.rank]
+            ):
+                found.append(f"{num} of {dtype}: not this rank's part")
+        words = x.view(torch.int16).to(torch.int32)
+        if not torch.equal(tp.all_gather(words), nccl.all_gather(words)):
+            found.append(f"{num}: not the words of all ranks")
+    return found
+
+
 def norms(tp: Collectives, nccl: NcclCollectives) -> list[tuple[torch.Tensor, ...]]:
     """(norm, sum) of the kernel, and of the kernel of one GPU on the parts of all ranks."""
     found = []
@@ -115,6 +132,8 @@ def replays(tp: Collectives, nccl: NcclCollectives) -> tuple[torch.Tensor, int]:
             state[:rows].copy_(normed)
             checksum.mul_(31).add_(total.view(torch.int16).long().sum())
         total = tp.all_reduce((state * own).repeat(20, 1))[:4]
+        words = tp.all_gather(total[: 1 + tp.size % 2].view(torch.int32))
+        checksum.add_(words.long().sum() + tp.all_reduce(tp.reduce_scatter(state.float())).long().sum())
         state.copy_(norm.forward(total))
         state.copy_(nccl.broadcast(state))
 

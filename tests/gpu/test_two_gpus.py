@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diptych.shared.engine.llm import LLM
-from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, replays, sums_that_differ
+from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, parts_that_differ, replays, sums_that_differ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
 FLAGS: dict[str, Any] = {
@@ -35,6 +35,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def test_the_kernel_sums_in_the_order_of_ranks(size: int) -> None:
     """Bit for bit as the ordered float32 sum, and for two ranks as NCCL."""
     assert on_gpus(size, sums_that_differ) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
+def test_the_kernel_gathers_and_adds_parts(size: int) -> None:
+    assert on_gpus(size, parts_that_differ) == [[]] * size
 
 
 def test_the_kernel_adds_the_residual_and_norms() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -24,7 +25,7 @@ EPS = 1e-6
 NUM_WORDS = 4096
 """Of a message; 4 bytes of data each."""
 Shape = tuple[int, ...]
-"""Of a sum alone (one number), or of a sum with a norm: tokens and hidden size."""
+"""Of a sum alone (one number), of a sum with a norm: tokens and hidden size, of a part: 1, rows, columns."""
 
 
 def shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,6 +41,10 @@ def random(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 def call(all_reduce: OneShotAllReduce, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """What a rank gets, in one row: the sum, or the norm and the new residual."""
+    if len(shape) == 3:  # parts to add, the first of which is gathered too, as words
+        x = random(f"{step}, rank {all_reduce.rank}", (all_reduce.size * shape[1], shape[2]), dtype)
+        words = all_reduce.gather(x[: shape[1]].view(torch.int32))
+        return torch.cat((all_reduce.reduce_scatter(x), words.view(dtype))).flatten()
     x = random(f"{step}, rank {all_reduce.rank}", shape, dtype)
     if len(shape) == 1:
         return all_reduce(x)
@@ -50,8 +55,16 @@ def call(all_reduce: OneShotAllReduce, step: int, shape: Shape, dtype: torch.dty
     return torch.cat((normed.flatten(), total.flatten()))
 
 
-def expected(size: int, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+def expected(size: int, rank: int, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Sum of the parts in the order of ranks; the norm is the kernel of one GPU."""
+    if len(shape) == 3:
+        _, rows, columns = shape
+        each = [random(f"{step}, rank {peer}", (size * rows, columns), dtype) for peer in range(size)]
+        total = torch.zeros(size * rows, columns)
+        for x in each:
+            total = total + x.float()
+        own = total.to(dtype)[rank * rows : (rank + 1) * rows]
+        return torch.cat([own, *(x[:rows] for x in each)]).flatten()
     parts = torch.stack([random(f"{step}, rank {rank}", shape, dtype).float() for rank in range(size)])
     if len(shape) == 1:
         total = torch.zeros(shape)
@@ -75,7 +88,7 @@ def on_processes(
     """What each rank gets in each step; `late`: seconds before a rank's step. Raises `TimeoutError`."""
     inboxes = [shared(2, size, NUM_WORDS, dtype=torch.int64) for _ in range(size)]
     results = [
-        [shared(2 * torch.Size(shape).numel() if shape[1:] else shape[0], dtype=dtype) for _ in range(size)]
+        [shared((1, 2, 1 + size)[len(shape) - 1] * math.prod(shape), dtype=dtype) for _ in range(size)]
         for shape, dtype in zip(shapes, dtypes)
     ]
     children = []
@@ -100,7 +113,10 @@ def on_processes(
     return results
 
 
-SHAPES: list[Shape] = [(1,), (BLOCK,), (3, 96), (BLOCK + 1,), (70, 40), (7,), (2 * BLOCK,), (1, 1000), (63,)]
+SHAPES: list[Shape] = [
+    (1,), (BLOCK,), (3, 96), (1, 1, 2), (BLOCK + 1,), (70, 40), (1, 9, 130), (7,), (2 * BLOCK,), (1, 1000),
+    (63,),
+]  # fmt: skip
 
 
 def check(
@@ -121,7 +137,7 @@ def check(
         (step, rank)
         for step, (shape, dtype) in enumerate(zip(shapes, dtypes))
         for rank in range(size)
-        if not torch.equal(found[step][rank], expected(size, step, shape, dtype))
+        if not torch.equal(found[step][rank], expected(size, rank, step, shape, dtype))
     ]
 
 
@@ -133,7 +149,8 @@ def test_the_ordered_sum_has_the_same_bits_on_all_ranks(size: int, dtype: torch.
 
 
 def test_steps_of_any_dtype_and_past_the_largest_number() -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.float16] * 3
+    dtypes = [torch.float32, torch.bfloat16, torch.float16] * 4
+    dtypes = dtypes[: len(SHAPES)]
     assert check(2, SHAPES, dtypes, first_step=2**31 - 4) == []
 
 
@@ -165,16 +182,19 @@ for _name, _changes in {
     "the sum is rounded before the residual is added": [
         ("total += residual", "total = rounded(total, dtype).to(tl.float32) + residual")
     ],
+    "all peers get one part": [("_data_of(tl.load(x_ptr + peer * n", "_data_of(tl.load(x_ptr + RANK * n")],
+    "the own part is the first": [("tl.load(x_ptr + RANK * n", "tl.load(x_ptr + 0 * n")],
+    "own rows first": [("tl.store(y_ptr + peer * n", "tl.store(y_ptr + (peer + RANK) % SIZE * n")],
 }.items():
     PLANTED.words(_name, MODULE, *((MODULE, *words) for words in _changes))
-PLANTED_SHAPES: list[Shape] = [(64, 40), (64 * 40,), (3, 96), (BLOCK + 1,), (70, 40)]
+PLANTED_SHAPES: list[Shape] = [(64, 40), (64 * 40,), (3, 96), (1, 9, 130), (BLOCK + 1,), (70, 40)]
 """The first two have the same words, in one block and in two."""
 
 
 def check_changed(changes: Changes, seconds: int = 60) -> list[tuple[int, int]]:
     (path,) = changed_files([Change(MODULE, *words) for words in changes]).values()
     changed = registry.load("kernel", f"{path}:OneShotAllReduce")
-    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
     return check(3, PLANTED_SHAPES, dtypes, first_step=2**31 - 3, impl=changed, seconds=seconds)
 
 

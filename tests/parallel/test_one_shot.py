@@ -79,6 +79,8 @@ class OneShot:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1000
 
+    gather = reduce_scatter = __call__
+
     def add_rms_norm(self, x: torch.Tensor, *args: Any) -> tuple[str, tuple[Any, ...]]:
         return "fused", args
 
@@ -86,13 +88,13 @@ class OneShot:
 class OnGpu(Collectives):
     """CPU tensors count as those of a GPU."""
 
-    def _takes_one_shot(self, x: torch.Tensor) -> bool:
+    def _is_small(self, x: torch.Tensor, num_times: float) -> bool:
         class Cuda:
-            is_cuda, device, dtype = True, x.device, x.dtype
+            is_cuda, device = True, x.device
             numel, element_size = x.numel, x.element_size
 
         self._one_shot = OneShot()
-        return super()._takes_one_shot(Cuda())
+        return super()._is_small(Cuda(), num_times)
 
 
 def test_small_sums_of_floats_take_the_kernel() -> None:
@@ -104,6 +106,19 @@ def test_small_sums_of_floats_take_the_kernel() -> None:
     assert on_ranks(2, sums, impl=OnGpu) == [[1001.0, 2.0, 2.0, 1001.0]] * 2
     assert on_ranks(2, sums, impl=Collectives) == [[2.0] * 4] * 2
     assert not NcclCollectives.has_one_shot
+
+
+def test_small_parts_take_the_kernel() -> None:
+    """Up to half the bytes of a sum, in one message: NCCL sends half as much for them."""
+    most = 1280 * KIB // 4
+
+    def run(tp: Any) -> list[bool]:
+        rows = [torch.ones(most, dtype=torch.int32), torch.ones(most + 1, dtype=torch.int32), torch.ones(2)]
+        sums = [torch.ones(2 * most), torch.ones(2 * most + 2), torch.ones(2, dtype=torch.int64)]
+        found = [tp.all_gather(x) for x in rows] + [tp.reduce_scatter(x) for x in sums]
+        return [bool(x.max() > 1000) for x in found]
+
+    assert on_ranks(2, run, impl=OnGpu) == [[True, False, False] * 2] * 2
 
 
 @interpreted

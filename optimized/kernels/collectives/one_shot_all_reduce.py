@@ -1,4 +1,5 @@
-"""Sum over the ranks of one computer in one launch, alone or fused with residual sum and RMSNorm.
+"""Sum over the ranks of one computer in one launch, alone or fused with residual sum and RMSNorm; and, by the
+same messages, all-gather and reduce-scatter, where a rank sends each peer all of its rows, or the peer's.
 
 Roofline bound: 2 * (size - 1) * n * itemsize bytes written over NVLink, for few of them the time of a write
 to a peer. Loses to ring sums for large n: data travels with its flags, which doubles it, and to every peer.
@@ -65,16 +66,42 @@ def _values_of(data, dtype: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
+def _next_step(steps_ptr, SIZE: tl.constexpr):
+    """The step of this block, as the upper half of a word, and the first message of its half of an inbox."""
+    step = tl.load(steps_ptr + tl.program_id(0)) + 1
+    return step, step.to(tl.int64) << 32, (step & 1) * SIZE
+
+
+@triton.jit
+def _received(place, mask, step, number):
+    """The data of words, when all of them are of this step."""
+    received = tl.load(place, mask=mask, other=number, volatile=True)
+    while tl.max((received >> 32 != step).to(tl.int32)) > 0:
+        received = tl.load(place, mask=mask, other=number, volatile=True)
+    return received.to(tl.int32)
+
+
+@triton.jit
+def _end_step(steps_ptr, step, MAX_BLOCKS: tl.constexpr):
+    """Counters go on: this block's, which no other reads, and a part of those of blocks that are not here."""
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    tl.store(steps_ptr + block, step)
+    share = (MAX_BLOCKS - 1) // num_blocks
+    first = num_blocks + block * share
+    others = tl.arange(0, COUNTERS)
+    for start in range(first, first + share, COUNTERS):
+        exist = start + others < tl.minimum(first + share, MAX_BLOCKS)
+        tl.store(steps_ptr + start + others, tl.zeros_like(others) + step, mask=exist)
+
+
+@triton.jit
 def _sum_over_ranks(
     x, words, mask, inboxes, steps_ptr, capacity,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """x: a tile of this rank's input, [rows, columns]. words, mask: where its words are in a message, and
     which exist, [rows, columns / PER_WORD]. capacity: words of a message -> the float32 sum of that tile."""
-    block = tl.program_id(0)
-    step = tl.load(steps_ptr + block) + 1
-    number = step.to(tl.int64) << 32
-    half = (step & 1) * SIZE
+    step, number, half = _next_step(steps_ptr, SIZE)
     message = number | (_data_of(x, PER_WORD).to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -85,21 +112,10 @@ def _sum_over_ranks(
         if peer == RANK:
             part = x.to(tl.float32)
         else:
-            place = inboxes[RANK] + (half + peer) * capacity + words
-            received = tl.load(place, mask=mask, other=number, volatile=True)
-            while tl.max((received >> 32 != step).to(tl.int32)) > 0:
-                received = tl.load(place, mask=mask, other=number, volatile=True)
-            part = _values_of(received.to(tl.int32), x.dtype, PER_WORD)
+            data = _received(inboxes[RANK] + (half + peer) * capacity + words, mask, step, number)
+            part = _values_of(data, x.dtype, PER_WORD)
         total += part
-    # Counters go on: this block's, which no other reads, and a part of those of blocks that are not here.
-    tl.store(steps_ptr + block, step)
-    num_blocks = tl.num_programs(0)
-    share = (MAX_BLOCKS - 1) // num_blocks
-    first = num_blocks + block * share
-    others = tl.arange(0, COUNTERS)
-    for start in range(first, first + share, COUNTERS):
-        exist = start + others < tl.minimum(first + share, MAX_BLOCKS)
-        tl.store(steps_ptr + start + others, tl.zeros_like(others) + step, mask=exist)
+    _end_step(steps_ptr, step, MAX_BLOCKS)
     return total
 
 
@@ -151,6 +167,62 @@ def _one_shot_norm_kernel(
     tl.store(residual_tile, total, mask=mask)
     y = normed_rows(total.to(tl.float32), weight[None, :], eps, dtype, HIDDEN, UNIT_OFFSET)
     tl.store(y_ptr + offsets, rounded(y, dtype), mask=mask)
+
+
+@triton.jit
+def _one_shot_gather_kernel(
+    x_ptr, y_ptr, n, inboxes, steps_ptr, capacity,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < n
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    step, number, half = _next_step(steps_ptr, SIZE)
+    own = tl.load(x_ptr + words, mask=mask, other=0)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            place = inboxes[peer] + (half + RANK) * capacity + words
+            tl.store(place, number | (own.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            data = own
+        else:
+            data = _received(inboxes[RANK] + (half + peer) * capacity + words, mask, step, number)
+        tl.store(y_ptr + peer * n + words, data, mask=mask)
+    _end_step(steps_ptr, step, MAX_BLOCKS)
+
+
+@triton.jit
+def _one_shot_scatter_kernel(
+    x_ptr, y_ptr, n, num_words, inboxes, steps_ptr, capacity,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    offsets = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    words = (tl.program_id(0) * (BLOCK // PER_WORD) + tl.arange(0, BLOCK // PER_WORD))[None, :]
+    mask, dtype = offsets < n, x_ptr.dtype.element_ty
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    step, number, half = _next_step(steps_ptr, SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            data = _data_of(tl.load(x_ptr + peer * n + offsets, mask=mask, other=0.0), PER_WORD)
+            place = inboxes[peer] + (half + RANK) * capacity + words
+            tl.store(place, number | (data.to(tl.int64) & 0xFFFFFFFF), mask=words < num_words)
+    sum_of_parts = tl.zeros([1, BLOCK], tl.float32)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            values = tl.load(x_ptr + RANK * n + offsets, mask=mask, other=0.0).to(tl.float32)
+        else:
+            place = inboxes[RANK] + (half + peer) * capacity + words
+            values = _values_of(_received(place, words < num_words, step, number), dtype, PER_WORD)
+        sum_of_parts += values
+    _end_step(steps_ptr, step, MAX_BLOCKS)
+    tl.store(y_ptr + offsets, rounded(sum_of_parts, dtype), mask=mask)
 
 
 class OneShotAllReduce:
@@ -205,10 +277,35 @@ class OneShotAllReduce:
             )  # fmt: skip
         return x, residual
 
-    def _options(self, x: torch.Tensor) -> dict[str, Any]:
-        num_bytes = x.numel() * x.element_size()
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] int32, contiguous, at most max_bytes -> [size * n, ...]: those of all ranks."""
+        assert x.dtype == torch.int32
+        y = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if x.numel() > 0:
+            options = self._options(x, x.numel())
+            del options["PER_WORD"]
+            _one_shot_gather_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+                x, y, x.numel(), *self._state, BLOCK=BLOCK, num_warps=1 if INTERPRETED else 4, **options
+            )
+        return y
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] -> [n, ...]: this rank's part of the sum over ranks. x: as above, but each part has
+        at most max_bytes."""
+        y = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        if y.numel() > 0:
+            options = self._options(x, y.numel())
+            _one_shot_scatter_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                x, y, y.numel(), triton.cdiv(y.numel(), options["PER_WORD"]), *self._state,
+                BLOCK=BLOCK, num_warps=1 if INTERPRETED else 4, **options,
+            )  # fmt: skip
+        return y
+
+    def _options(self, x: torch.Tensor, num: int | None = None) -> dict[str, Any]:
+        """num: elements of a message; None: all."""
+        num_bytes = (x.numel() if num is None else num) * x.element_size()
         assert x.is_contiguous()
-        assert x.dtype in DTYPES
+        assert x.dtype in (*DTYPES, torch.int32)
         assert num_bytes <= self.max_bytes, f"{num_bytes} bytes; a message has {self.max_bytes}"
         per_word = DATA_BYTES // x.element_size()
         sizes = {"RANK": self.rank, "SIZE": self.size, "PER_WORD": per_word, "MAX_BLOCKS": MAX_BLOCKS}
