@@ -22,7 +22,7 @@ small."""
 
 
 def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
-    """The captured numbers of tokens, ascending; at most one exceeds the largest step."""
+    """The captured numbers of tokens, ascending; none exceeds the largest step."""
     limit = config.cuda_graph_max_tokens
     if limit is None:
         limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
@@ -38,7 +38,7 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
     sizes = [size for size in steps if size <= limit]
     if most <= limit:
         sizes = [size for size in sizes if size < most] + [most]
-    return tuple(sizes[: bisect_left(sizes, most) + 1])
+    return tuple(sizes)
 
 
 def flops_per_token(model: ModelConfig) -> int:

@@ -69,8 +69,8 @@ def test_flops_of_a_token_are_those_of_its_gemms() -> None:
 def test_sizes_ascend() -> None:
     flags = EngineConfig(cuda_graph_max_tokens=20_000, chunked_prefill_size=20_000)
     sizes = captured_token_counts(flags, shape("Qwen3-0.6B"))
-    assert sizes == (*sorted(set(sizes[:-1])), 20_000)
-    assert sizes[-6:] == (7168, 8192, 10_240, 12_288, 14_336, 20_000)
+    steps = [base + i * base // 4 for base in (1024, 2048, 4096, 8192) for i in range(4)]
+    assert sizes == (16, 32, 64, 128, 192, 256, 384, 512, 768, *steps, 20_000)
 
 
 def test_larger_models_are_captured_for_fewer_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
@@ -39,8 +40,8 @@ def test_sizes_are_fine_where_batches_are_small() -> None:
     assert sizes[-2:] == (248, 256)
     assert len(sizes) == 36
     assert captured_batch_sizes(EngineConfig(max_running_requests=2000))[-3:] == (480, 496, 512)
-    assert captured_batch_sizes(EngineConfig(max_running_requests=600, cuda_graph_max_bs=600))[-4:] == (
-        512, 544, 576, 600,
+    assert captured_batch_sizes(EngineConfig(max_running_requests=600, cuda_graph_max_bs=600))[-6:] == (
+        480, 496, 512, 544, 576, 600,
     )  # fmt: skip
 
 
@@ -125,11 +126,24 @@ def test_parameters_of_sampling_are_loaded_when_they_change() -> None:
         ([{"logit_bias": {1: -100.0}}, {}], None),
         ([{"min_new_tokens": 5, "stop_token_ids": (3,)}], None),
         ([{"return_logprob": True}], None),
+        ([{"top_k": 5, "top_p": 0.9, "filter_order": "sequential"}], None),
     ],
 )
 def test_kinds_of_sampling(params: list[dict[str, object]], kind: SamplingKind | None) -> None:
     reqs = [Req("r", [1], SamplingParams(**p), 0, output_ids=[1]) for p in params]
     assert SamplingKind.of(make_sampling_batch_info(reqs, 300, "cpu")) is kind
+
+
+ALONE = ("is_sequential", "logit_bias", "banned", "vocab_mask", "output_counts", "prompt_mask")
+PENALTIES = ("frequency_penalties", "presence_penalties", "repetition_penalties")
+
+
+@pytest.mark.parametrize("field", [*ALONE, *PENALTIES, "processors", "return_logprob"])
+def test_one_adjustment_is_enough_to_leave_the_graph(field: str) -> None:
+    info = make_sampling_batch_info([Req("r", [1], SamplingParams(temperature=0.5), 0)], 300, "cpu")
+    assert SamplingKind.of(info) is SamplingKind.PLAIN
+    value = {"processors": [(None, [0])], "return_logprob": True}.get(field, torch.ones(1))
+    assert SamplingKind.of(replace(info, **{field: value})) is None
 
 
 # ---- replaying ----
@@ -230,7 +244,10 @@ def test_hidden_states_come_out_of_graphs_too() -> None:
 
 
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
     def refuse(self, function):
+        refused.append(function)
         raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(FakeGraphs, "capture", refuse)
@@ -239,6 +256,7 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
     session.prefill(FEW)
     session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
     assert session.runner.replays.steps == 0
+    assert len(refused) == 1, "other sizes are not tried"
 
 
 def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:

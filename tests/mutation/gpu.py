@@ -82,20 +82,28 @@ FLASHINFER = (
     ),
     f"{_WAITS}graphs-flashinfer]",
 )
+PLAYED = (
+    "tests/model_runner/test_model_runner.py",
+    "tests/model_runner/test_extend_graphs.py",
+    "tests/model_runner/test_verify_buffers.py",
+)
+"""Files of tests that play graphs on a CPU too."""
+LATE = ("tests/scheduler/test_overlap.py", "tests/engine/test_embedding.py")
+BESIDE = ("tests/attention/test_flashinfer_wrappers.py", "tests/attention/test_page_tables.py")
 TESTS = {
-    "optimized/graphs/draft_graphs.py": DRAFTS + GRAPHS,
-    "optimized/graphs/verify_graph.py": DRAFTS + GRAPHS,
-    "optimized/graphs/extend_graph.py": PROMPTS + GRAPHS,
-    "optimized/graphs/mixed_graph.py": PROMPTS + GRAPHS,
-    "optimized/graphs/token_buffers.py": PROMPTS + GRAPHS,
-    "optimized/graphs/": GRAPHS + PROMPTS + DRAFTS,
-    "optimized/overlap/": STREAMS,
-    "optimized/attention/flashinfer.py": FLASHINFER,
-    "optimized/attention/flashinfer_wrappers.py": FLASHINFER,
-    "optimized/attention/fa3.py": FLASHINFER,
-    "optimized/attention/page_tables.py": FLASHINFER,
+    "optimized/graphs/draft_graphs.py": PLAYED + DRAFTS + GRAPHS,
+    "optimized/graphs/verify_graph.py": PLAYED + DRAFTS + GRAPHS,
+    "optimized/graphs/extend_graph.py": PLAYED + PROMPTS + GRAPHS,
+    "optimized/graphs/mixed_graph.py": PLAYED + PROMPTS + GRAPHS,
+    "optimized/graphs/token_buffers.py": PLAYED + PROMPTS + GRAPHS,
+    "optimized/graphs/": PLAYED + GRAPHS + PROMPTS + DRAFTS,
+    "optimized/overlap/": LATE + STREAMS,
+    "optimized/attention/flashinfer.py": BESIDE + FLASHINFER,
+    "optimized/attention/flashinfer_wrappers.py": BESIDE + FLASHINFER,
+    "optimized/attention/fa3.py": BESIDE + FLASHINFER,
+    "optimized/attention/page_tables.py": BESIDE + FLASHINFER,
 }
-"""A file, or the other files of a folder -> their tests."""
+"""A file, or the other files of a folder -> their tests: names, or files of tests."""
 FOLDERS = list(TESTS)
 
 
@@ -114,7 +122,8 @@ class GpuTests:
         that failed without a mutant are left out."""
         named = next(tests for path, tests in TESTS.items() if mutant.path.startswith(path))
         chosen, total = [], 0.0
-        for test in sorted((test for test in named if test in self.times), key=self.times.__getitem__):
+        measured = [test for test in self.times if test in named or test.partition("::")[0] in named]
+        for test in sorted(measured, key=self.times.__getitem__):
             total += self.times[test]
             if total <= budget or not chosen:
                 chosen.append(test)
