@@ -40,12 +40,15 @@ def test_scheduling(diptych: Diptych, tmp_path: Path) -> None:
     assert all(one["first_pass_s"] > 0 and min(one["blocks_s"]) > 0 for one in data["results"])
 
 
+@pytest.mark.parametrize("others", [{}, {"num_adapters": 3, "num_cached": 1000}], ids=["alone", "others"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_both_panels_rehearse_the_same(policy: str) -> None:
+def test_both_panels_rehearse_the_same(policy: str, others: dict[str, int]) -> None:
     """The same requests are admitted, step by step; numbers of waiting and running stay."""
     seen = []
     for panel in ("reference", "optimized"):
-        rehearsal = Rehearsal(SchedulingCase(panel, policy, num_waiting=20, num_running=6))
+        rehearsal = Rehearsal(SchedulingCase(panel, policy, num_waiting=20, num_running=6, **others))
+        assert len(list(rehearsal.tree.nodes())) == (100 if others else 0)
+        assert rehearsal.tree.evictable_size() == others.get("num_cached", 0)
         rehearsal.fill()
         admitted = []
         for _ in range(25):

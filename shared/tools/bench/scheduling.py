@@ -8,14 +8,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import AddReqResult, PrefillBudget
+from diptych.shared.interfaces import AddReqResult, PrefillBudget, RadixKey
+from diptych.shared.scheduling.lora_slots import LoraSlots
 from diptych.shared.scheduling.pages import round_up_to_page
 from diptych.shared.scheduling.waiting_queue import WaitingQueue
 from diptych.shared.tools.bench.workloads import check_least
 from diptych.shared.types import Req, SamplingParams
+from diptych.shared.types.lora import LoraAdapter
 
 POLICIES = ("fcfs", "fcfs by priority", "lof", "random", "routing-key", "lpm", "dfs-weight")
 CLOCK = time.thread_time
@@ -27,6 +30,8 @@ MIN_STEPS = 5
 
 PREFIX_LEN, OWN_LEN, MAX_NEW_TOKENS, NUM_GROUPS = 64, 64, 256, 64
 """A request's prompt: the prefix of its group, and tokens of its own."""
+NODE_LEN, NODES_OF_SEQUENCE = 10, 10
+"""Tokens of a node, and nodes of a branch, of what was in the tree before."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,14 @@ class SchedulingCase:
     num_waiting: int
     num_running: int = 256
     page_size: int = 1
+    num_adapters: int = 0
+    num_cached: int = 0  # tokens in the tree at the start, of other prompts
 
     def __str__(self) -> str:
         return f"{self.panel}, {self.policy}, {self.num_waiting} waiting"
 
     def __post_init__(self) -> None:
-        check_least(self, num_waiting=0, num_running=1, page_size=1)
+        check_least(self, num_waiting=0, num_running=1, page_size=1, num_adapters=0, num_cached=0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,17 @@ class SchedulingResult:
         return statistics.median(self.blocks)
 
 
+class NoWeights:
+    """A pool of LoRA adapters without their weights."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def load(self, slot: int, adapter: LoraAdapter) -> None: ...
+
+    def assign(self, rows: Sequence[int], slots: Sequence[int]) -> None: ...
+
+
 class Rehearsal:
     """The admission of a scheduler, and a simulation of arriving and ending requests around it."""
 
@@ -76,7 +94,7 @@ class Rehearsal:
         )
         pools = registry.load("memory_pool", "reference")
         request_len = PREFIX_LEN + OWN_LEN + MAX_NEW_TOKENS
-        num_tokens = round_up_to_page((case.num_running + 64) * request_len, case.page_size)
+        num_tokens = round_up_to_page((case.num_running + 64) * request_len + case.num_cached, case.page_size)
         self.rows = pools.ReqToTokenPool(case.num_running + 1, request_len, "cpu")
         self.allocator = pools.TokenToKVPoolAllocator(num_tokens, case.page_size, "cpu")
         self.tree = registry.load("radix_cache", case.panel)(case.page_size, self.allocator, self.rows)
@@ -85,6 +103,10 @@ class Rehearsal:
         self.rng = random.Random(seed)
         self.running: list[Req] = []
         self.num_made = 0
+        self.adapters = [LoraAdapter(f"adapter {i}", str(i), {}) for i in range(case.num_adapters)]
+        weights: Any = NoWeights(case.num_adapters)
+        self.features = [LoraSlots(weights)] if self.adapters else []
+        self.fill_tree()
         self.waiting_queue = WaitingQueue(self.new_req() for _ in range(case.num_waiting + case.num_running))
 
     def new_req(self) -> Req:
@@ -99,7 +121,17 @@ class Rehearsal:
             priority=self.rng.randrange(5),
             queue_start_time=float(self.num_made),
             routing_key=str(group % 16),
+            lora=self.rng.choice(self.adapters) if self.adapters else None,
         )
+
+    def fill_tree(self) -> None:
+        """Insert branches of nodes that no request shares."""
+        node_len = round_up_to_page(NODE_LEN, self.case.page_size)
+        length = node_len * NODES_OF_SEQUENCE
+        for number in range(self.case.num_cached // length):
+            token_ids, slots = [1_000_000 + number] * length, self.allocator.alloc(length)
+            for end in range(node_len, length + 1, node_len):
+                self.tree.insert(RadixKey(token_ids[:end]), slots[:end])
 
     def fill(self) -> None:
         """Admit requests until the running set is full."""
@@ -136,6 +168,8 @@ class Rehearsal:
         for req in order:
             if req.rid in deprioritized and adder.can_run_list:
                 break
+            if not all(each.may_join(req, self.running, adder.can_run_list) for each in self.features):
+                break
             if len(self.running) + len(adder.can_run_list) >= self.case.num_running:
                 break
             result = adder.add_one_req(req)
@@ -145,6 +179,8 @@ class Rehearsal:
                 break
             self.waiting_queue.remove(req)
         admitted: Sequence[Req] = adder.can_run_list
+        for each in self.features:
+            each.have_joined(admitted, self.running)
         return admitted
 
     def begin(self, reqs: Sequence[Req]) -> None:

@@ -26,6 +26,8 @@ def scheduling(
     panel: Annotated[str, typer.Option(help="Panels separated by commas.")] = "reference,optimized",
     running: Annotated[int, typer.Option(min=1, help="Running requests.")] = 256,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 1,
+    adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters; each request has one of them.")] = 0,
+    cached: Annotated[int, typer.Option(min=0, help="Tokens of other prompts in the radix cache.")] = 0,
     seconds: Annotated[float, typer.Option(help="Processor time for each case.")] = 2.0,
     plot: Plot = None,
     output: Output = None,
@@ -40,7 +42,7 @@ def scheduling(
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be finite and more than 0, got {seconds}")
     cases = [  # make all cases before measuring, because making a case checks it
-        SchedulingCase(side, name, number, running, page_size)
+        SchedulingCase(side, name, number, running, page_size, adapters, cached)
         for number in integers("--waiting", waiting)
         for name in policies
         for side in panels
