@@ -174,6 +174,8 @@ PARTS: dict[str, str] = {
     "optimized dp_attention": "diptych.optimized.parallel.dp_attention:PassDispatch",
     "disaggregation": "diptych.reference.parallel.disaggregation",
     "split_servers": "diptych.reference.parallel.split_servers",
+    "split_ranks": "diptych.reference.parallel.split_ranks",
+    "whole_pages": "diptych.reference.parallel.whole_pages",
     "disk_tier": "diptych.reference.tiers.disk_tier",
     "moe_runners": "diptych.optimized.moe_runners.table",
     "tune": "diptych.optimized.tune.tune",

@@ -124,7 +124,8 @@ class PrefillSide:
             req = req_of(start.request, self.grammars)
             params = req.sampling_params
             lengths = {name: min(getattr(params, name), 1) for name in ("min_new_tokens", "max_new_tokens")}
-            req.rid, req.sampling_params = rid, params.updated(**lengths)
+            # The engine that decodes looks for the end; a time limit may end a regex on one rank only.
+            req.rid, req.sampling_params = rid, params.updated(**lengths, stop_regex=())
             self.scheduler.add_request(req)
         except ValueError as error:
             self._fail(start.room, FinishError(str(error)))

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diptych.reference.parallel.disaggregation import POLL_SECONDS, DecodeSide, PrefillEngines, PrefillSide
 from diptych.shared.grammar.compiler import GrammarCompiler
@@ -30,40 +30,26 @@ RETRY_SECONDS = 2.0
 MakeTransport = Callable[[Channel], Transport]
 
 
-class PrefillServer(Scheduler):
-    """The scheduler of a prefill server. Its requests come from decode servers alone."""
+class DecodeServers:
+    """The connections of a prefill server."""
 
-    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
-                 make: MakeTransport, listener: Listener) -> None:  # fmt: skip
-        self.scheduler = scheduler
-        self.parts = parts
-        self.grammars = grammars
+    def __init__(self, make: MakeTransport, listener: Listener) -> None:
         self.make = make
         self.listener = listener
         self.port = listener.port
-        self.sides: list[PrefillSide] = []
         self._joined: queue.SimpleQueue[Transport] = queue.SimpleQueue()
-        self._num_joined = 0
         threading.Thread(target=self._accept, name="decode servers", daemon=True).start()
 
-    # --8<-- [start:prefill-server-step]
-    def step(self) -> list[StepOutput]:
+    def new(self) -> list[Transport]:
+        """Those that have connected since the last call."""
+        found = []
         while not self._joined.empty():
-            self._num_joined += 1
-            name = f"{self._num_joined}/"
-            joined = self._joined.get()
-            self.sides.append(PrefillSide(self.scheduler, self.parts, self.grammars, joined, name))
-        for side in self.sides:
-            side.receive()
-        outputs = self.scheduler.step() if self.scheduler.has_work() else []
-        for side in self.sides:
-            side.send(outputs)
-        self.sides = [side for side in self.sides if not side.has_ended]
-        if not self.scheduler.has_work():
-            time.sleep(POLL_SECONDS)
-        return []
+            found.append(self._joined.get())
+        return found
 
-    # --8<-- [end:prefill-server-step]
+    def close(self) -> None:
+        """Take no more connections."""
+        self.listener.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(EOFError):
@@ -79,6 +65,38 @@ class PrefillServer(Scheduler):
             print(f"a decode server cannot be connected: {error}", file=sys.stderr)
             channel.close()
 
+
+class PrefillServer(Scheduler):
+    """The scheduler of a prefill server. Its requests come from decode servers alone."""
+
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, grammars: GrammarCompiler,
+                 peers: DecodeServers) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.parts = parts
+        self.grammars = grammars
+        self.peers = peers
+        self.port = peers.port
+        self.sides: list[PrefillSide] = []
+        self._num_joined = 0
+
+    # --8<-- [start:prefill-server-step]
+    def step(self) -> list[StepOutput]:
+        for joined in self.peers.new():
+            self._num_joined += 1
+            name = f"{self._num_joined}/"
+            self.sides.append(PrefillSide(self.scheduler, self.parts, self.grammars, joined, name))
+        for side in self.sides:
+            side.receive()
+        outputs = self.scheduler.step() if self.scheduler.has_work() else []
+        for side in self.sides:
+            side.send(outputs)
+        self.sides = [side for side in self.sides if not side.has_ended]
+        if not self.scheduler.has_work():
+            time.sleep(POLL_SECONDS)
+        return []
+
+    # --8<-- [end:prefill-server-step]
+
     def add_request(self, req: Req) -> None:
         raise ValueError("this server computes prompts for decode servers: send requests to one of those")
 
@@ -91,9 +109,13 @@ class PrefillServer(Scheduler):
     def has_work(self) -> bool:
         return True  # prompts come between any two steps
 
+    def has_tasks(self) -> bool:
+        """Whether a step has something to do, even if nothing has come."""
+        return self.scheduler.has_work()
+
     def close(self) -> None:
         """Take no more connections, and end those that there are."""
-        self.listener.close()
+        self.peers.close()
         for side in self.sides:
             side.transport.close()
 
@@ -125,6 +147,14 @@ class DecodeServer(DecodeSide):
         is_ready = self.prefill_engines.is_alive() or not known
         return None if is_ready else f"no prefill server answers: {', '.join(known)}"
 
+    @property
+    def peers(self) -> PrefillServers:
+        return self.prefill_engines
+
+    def has_tasks(self) -> bool:
+        """Whether a step has something to do, even if nothing has come."""
+        return bool(self.waiting or self.outputs) or self.scheduler.has_work()
+
     def close(self) -> None:
         self.prefill_engines.close()
 
@@ -147,23 +177,22 @@ class PrefillServers(PrefillEngines):
             return [*self._found.values()]
 
     def choose(self, req: Req, busy: Counter[Transport]) -> Transport | None:
-        """The server that the request names, or else the one with the fewest open rooms."""
         if req.prefill_server is not None:
-            self._connect(req.prefill_server)
-        with self._lock:
-            alive = {name: found for name, found in self._found.items() if not found.is_lost}
-        if req.prefill_server in alive:
-            return alive[req.prefill_server]
-        return min(alive.values(), key=lambda transport: busy[transport], default=None)
+            self.connect(req.prefill_server)
+        return choose_server(req, busy, self.snapshot()[0])
 
     def is_connecting(self, req: Req) -> bool:
+        return waits_for_server(req, *self.snapshot())
+
+    def snapshot(self) -> tuple[dict[str, Transport], list[str]]:
+        """The transports by address, the lost ones included, and what is just being connected."""
         with self._lock:
-            return req.prefill_server in self._connecting or (not self._found and bool(self._connecting))
+            return {**self._found}, sorted(self._connecting)
 
     def is_alive(self) -> bool:
         """Whether a server is connected. Connects those in `known` that are not."""
         for address in self.known:
-            self._connect(address)
+            self.connect(address)
         return any(not transport.is_lost for transport in self.transports())
 
     def close(self) -> None:
@@ -171,7 +200,7 @@ class PrefillServers(PrefillEngines):
         for transport in self.transports():
             transport.close()
 
-    def _connect(self, address: str) -> None:
+    def connect(self, address: str) -> None:
         """Connect in a thread, unless it is connected or was tried a moment ago."""
         with self._lock:
             found = self._found.get(address)
@@ -193,3 +222,16 @@ class PrefillServers(PrefillEngines):
             self._retry_at[address] = time.monotonic() + RETRY_SECONDS
             if transport is not None:
                 self._found[address] = transport
+
+
+def choose_server(req: Req, busy: Counter[Transport], servers: Mapping[str, Transport]) -> Transport | None:
+    """The server that the request names, or else the one with the fewest open rooms. servers: by address."""
+    alive = {address: found for address, found in servers.items() if not found.is_lost}
+    if req.prefill_server in alive:
+        return alive[req.prefill_server]
+    return min(alive.values(), key=lambda transport: busy[transport], default=None)
+
+
+def waits_for_server(req: Req, servers: Mapping[str, Transport], connecting: Sequence[str]) -> bool:
+    """Whether a request should wait because a server that is being connected may take it."""
+    return req.prefill_server in connecting or (not servers and bool(connecting))

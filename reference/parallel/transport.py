@@ -169,7 +169,7 @@ class Transport(interface.Transport):
 
     def _greet(self) -> None:
         pool = self.kv_pool
-        self._layout = self._pages(0)  # that of every layer
+        self._layout = self._page_layout()
         shapes = [tuple(pages.shape[1:]) for pages in self._layout]
         own = Frame("hello", layout=f"{pool.num_layers} layers, {shapes} {pool.dtype}")
         self._put_frame(own)
@@ -262,6 +262,10 @@ class Transport(interface.Transport):
         """The bytes of a layer, in the same memory, [num_pages, page_size, ...]: of K and of V, or of the one
         buffer that holds both."""
         return [rows.unflatten(0, (-1, self.kv_pool.page_size)) for rows in byte_rows(self.kv_pool, layer)]
+
+    def _page_layout(self) -> list[torch.Tensor]:
+        """Pages as those that travel, of every layer: their shape counts."""
+        return self._pages(0)
 
     def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
         self.channel.send(msgspec.msgpack.encode(frame), payload)

@@ -65,11 +65,11 @@ def check_parallel_flags(flags: EngineFlags) -> None:
 
 
 def _check_split_engine(flags: EngineFlags, split: str) -> None:
-    for name in ("tp", "pp", "dp"):
+    for name in ("tp", "pp", "dp") if flags.disaggregation else ("pp", "dp"):
         if getattr(flags, name) > 1:
             raise ValueError(
                 f"{split} does not work with {name}={getattr(flags, name)}: KV comes over one connection, "
-                "and several ranks or replicas would have to agree on what has come"
+                "and only the ranks of tp agree on what has come, with disaggregation_mode"
             )
     if flags.speculative in READ_HIDDEN_STATES and flags.disaggregation_mode != "prefill":
         raise ValueError(

@@ -212,7 +212,7 @@ def test_an_address_is_signed() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"disaggregation_mode": "prefill", "tp": 2}, "disaggregation_mode=prefill does not work with tp=2"),
+        ({"disaggregation_mode": "prefill", "pp": 2}, "disaggregation_mode=prefill does not work with pp=2"),
         (
             {"disaggregation_mode": "decode", "speculative": "eagle3", "speculative_draft_model": "a"},
             "does not work with speculative=eagle3: its drafts read hidden states",

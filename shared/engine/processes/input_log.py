@@ -18,7 +18,9 @@ from diptych.shared.interfaces import Scheduler
 from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import Req, SamplingParams
 
-Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run"]
+Method = Literal[
+    "add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run", "split"
+]
 
 
 PACKAGE = "diptych."
@@ -38,6 +40,7 @@ class Request(msgspec.Struct):
     routing_key: str | None
     grammar: str | None  # compiled
     is_pooling: bool
+    prefill_server: str | None = None
 
 
 class Call(msgspec.Struct):
@@ -97,6 +100,7 @@ def request_of(req: Req, grammars: GrammarCompiler) -> Request:
         req.routing_key,
         grammars.as_text(req.sampling_params) if req.grammar is not None else None,
         req.is_pooling,
+        req.prefill_server,
     )
 
 
@@ -131,6 +135,7 @@ def req_of(request: Request, grammars: GrammarCompiler) -> Req:
         priority=request.priority,
         routing_key=request.routing_key,
         is_pooling=request.is_pooling,
+        prefill_server=request.prefill_server,
     )
     if request.grammar is not None:
         req.grammar = grammars.grammar_for(req, grammars.from_text(request.grammar))

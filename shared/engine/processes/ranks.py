@@ -32,6 +32,7 @@ from diptych.shared.engine.processes.child import (
 from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.devices import config_of_rank
 from diptych.shared.engine.processes.input_log import Call, CallClock, Method, apply, encode, request_of
+from diptych.shared.engine.processes.split_engine import split_side
 from diptych.shared.engine.processes.watchdog import LIMIT, Watchdog
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
@@ -156,8 +157,8 @@ class LeadScheduler(Scheduler):
         return self.scheduler.forget_kv()
 
     def run(self, function: Callable[..., T], engine: object, *arguments: Any) -> T:
-        """`function(engine, *arguments)` on every rank; the result of rank 0. For measurements of an idle
-        engine. `function`: of a module. `arguments`: what JSON has."""
+        """`function(engine, *arguments)` on every rank; the result of rank 0. On the other ranks the engine
+        is the assembly. `function`: of a module. `arguments`: what MessagePack has."""
         name = f"{function.__module__}:{function.__qualname__}"
         self._tell("run", function=name, arguments=list(arguments))
         try:
@@ -165,9 +166,19 @@ class LeadScheduler(Scheduler):
         finally:
             self._check()
 
+    def surround(self, side: Scheduler) -> None:
+        """From now on `side` has the calls: that of a split server, around the scheduler. Every other rank
+        makes its own."""
+        self._tell("split")
+        self.scheduler = side
+
     def has_work(self) -> bool:
         """True also if a rank has ended, so that `step` is called and raises."""
-        return self.scheduler.has_work() or self.problem is not None or have_ended(self.followers)
+        return self.scheduler.has_work() or self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether another rank has ended."""
+        return self.problem is not None or have_ended(self.followers)
 
     def state(self) -> SchedulerState:
         return self.scheduler.state()
@@ -231,7 +242,15 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
         inbox.start()
         while True:
             for call in inbox.calls(is_busy=False):
-                clock.follow(call)
-                apply(call, assembly.scheduler, assembly.grammars, assembly)
+                assembly = repeat(call, assembly, clock)
                 if tp.is_broken:
                     raise RuntimeError("a collective has failed: another rank has ended, or is late")
+
+
+def repeat(call: Call, assembly: Assembly, clock: CallClock) -> Assembly:
+    """Make a call of rank 0 on another rank; returns the assembly of the next calls."""
+    clock.follow(call)
+    if call.method == "split":
+        return replace(assembly, scheduler=split_side(assembly))
+    apply(call, assembly.scheduler, assembly.grammars, assembly)
+    return assembly

@@ -104,9 +104,7 @@ class EngineLoop:
                 max_tokens = min(config.context_len, parts.allocator.size)
                 warm_up(self.scheduler, max_tokens, parts.num_token_ids)
             engine.compilations.ready()
-        self.scheduler = split_scheduler(
-            config, self.scheduler, parts, engine.grammars, engine.model_config.vocab_size
-        )
+        self.scheduler = split_scheduler(engine)
 
     def _look_at_steps(self) -> None:
         self.load_log.look(self.scheduler)

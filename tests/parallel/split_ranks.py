@@ -1,0 +1,147 @@
+"""Split servers whose ranks are threads of this process, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from diptych.reference.parallel.collectives import Collectives
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.input_log import CallClock, decode
+from diptych.shared.engine.processes.ranks import LeadScheduler, repeat
+from diptych.shared.engine.processes.split_engine import split_scheduler
+from diptych.shared.parallel import channel
+from diptych.shared.scheduling.invariants import check_idle
+from diptych.shared.types import Req
+
+SECONDS = 20.0
+SECRET = b"a secret of the cluster"
+
+
+class Server:
+    """A split server of `size` ranks."""
+
+    def __init__(self, config: EngineConfig, size: int) -> None:
+        from torch.distributed import HashStore
+
+        self.config, self.store = config.updated(tp=size), HashStore()
+        self.clocks = [CallClock() for _ in range(size)]
+        with ThreadPoolExecutor(size) as threads:
+            self.assemblies = list(threads.map(self._assemble, range(size)))
+        self.calls: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size - 1)]
+        self.errors: list[BaseException] = []
+        first, self._pipes = self.assemblies[0], [channel.pair() for _ in self.calls]
+        self.followers = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, size)]
+        for follower in self.followers:
+            follower.start()
+        if size > 1:
+            children: Any = [
+                SimpleNamespace(call=calls.put, pipe=own, end=lambda: None)
+                for calls, (own, _) in zip(self.calls, self._pipes)
+            ]
+            lead = LeadScheduler(first.scheduler, first.grammars, children, self.clocks[0], first.tp)
+            self.scheduler = split_scheduler(replace(first, scheduler=lead))
+            self.side: Any = lead.scheduler
+        else:
+            self.side = self.scheduler = split_scheduler(first)
+
+    def _assemble(self, rank: int) -> Assembly:
+        size = self.config.tp
+        tp = Collectives(self.store, rank, size, SECONDS) if size > 1 else None
+        return assemble(self.config, self.clocks[rank], tp=tp)
+
+    def _follow(self, rank: int) -> None:
+        try:
+            while (call := self.calls[rank - 1].get()) is not None:
+                if callable(call):
+                    call(rank, self.assemblies[rank])
+                else:
+                    self.assemblies[rank] = repeat(decode(call), self.assemblies[rank], self.clocks[rank])
+        except BaseException as error:
+            self.errors.append(error)
+
+    def on_each(self, function: Callable[[Assembly], Any]) -> list[Any]:
+        """Its results on all ranks, after all their calls."""
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for calls in self.calls:
+            calls.put(lambda rank, assembly: results.put((rank, function(assembly))))
+        found = dict(results.get(timeout=SECONDS) for _ in self.calls)
+        return [function(self.assemblies[0]), *(found[rank] for rank in sorted(found))]
+
+    def check_whole(self) -> None:
+        """Nothing is owned by anything on any rank."""
+
+        def check(assembly: Assembly) -> None:
+            parts = assembly.parts
+            check_idle(parts.allocator, parts.req_to_token_pool, parts.tree_cache)
+
+        self.on_each(check)
+        assert self.scheduler.flush_cache()
+        sizes = self.on_each(lambda each: each.parts.allocator.size - each.parts.allocator.available_size())
+        assert sizes == [0] * self.config.tp
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for calls in self.calls:
+            calls.put(None)
+        for follower in self.followers:
+            follower.join(SECONDS)
+
+
+class Cluster:
+    """A prefill server and a decode server, connected."""
+
+    def __init__(self, config: EngineConfig, sizes: tuple[int, int], secret: Path) -> None:
+        secret.write_bytes(SECRET)
+        secret.chmod(0o600)
+        config = config.updated(check_invariants=False, cluster_secret_file=str(secret))
+        self.prefill = Server(config.updated(disaggregation_mode="prefill"), sizes[0])
+        address = f"127.0.0.1:{self.prefill.side.port}"
+        decode = config.updated(disaggregation_mode="decode", prefill_servers=address)
+        self.decode = Server(decode, sizes[1])
+        self.until(lambda: self.decode.scheduler.not_ready is None)
+
+    def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
+        limit = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < limit
+            if turns != "decode":
+                self.prefill.scheduler.step()
+            if turns != "prefill":
+                self.decode.scheduler.step()
+            errors = self.prefill.errors + self.decode.errors
+            if errors:
+                raise errors[0]
+
+    def answer(self, reqs: list[Req]) -> list[list[int]]:
+        for req in reqs:
+            self.decode.scheduler.add_request(req)
+        self.until(lambda: not self.decode.side.has_work())
+        return [req.output_ids for req in reqs]
+
+    def finish(self) -> None:
+        """Run both until nothing is left. Then their pools are whole."""
+        self.until(lambda: not self.decode.side.has_work())
+        sides = self.prefill.side.sides
+        self.until(lambda: not any(side.prefill or side.in_flight for side in sides), "prefill")
+        for server in (self.prefill, self.decode):
+            server.check_whole()
+
+
+@contextlib.contextmanager
+def cluster_of(config: EngineConfig, sizes: tuple[int, int], folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(config, sizes, folder / "secret")
+    try:
+        yield cluster
+    finally:
+        cluster.decode.close()
+        cluster.prefill.close()
