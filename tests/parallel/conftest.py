@@ -14,6 +14,7 @@ MODELS = {
     "qwen3-moe": QWEN3_MOE,
     "eagle-draft": EAGLE,
     "deepseek-v2-lite": CONFIGS["deepseek-v2-lite"],
+    "latent rows": CONFIGS["deepseek-v2-lite"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
 }
 
 

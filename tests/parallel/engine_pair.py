@@ -23,7 +23,7 @@ from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.types import (
     Req,
 )
-from tests.parallel.tiny_ranks import answers, make_config
+from tests.parallel.tiny_ranks import answers, make_config, requests
 
 SECONDS = 20.0
 
@@ -64,6 +64,9 @@ class Pair:
             decode.config,
             OnePrefillEngine(receiver),
         )
+
+    def add(self, req: Req) -> None:
+        self.decode_side.add_request(req)
 
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
         """Steps of both engines, or of one."""
@@ -122,3 +125,27 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
 
 def expected_of(config: EngineConfig) -> list[Req]:
     return answers(assemble(config))
+
+
+STATES = ["waiting", "allocated", "prefill", "copying", "scheduled"]
+
+
+def bring_to(pair: Any, state: str) -> Req:
+    """A request in a state, and one before it that is running."""
+    first, req = requests()[1], requests()[4]
+    pair.add(first)
+    pair.until(lambda: first.rid in pair.decode_side.scheduled)
+    pair.until(lambda: bool(first.output_ids))
+    pair.add(req)
+    if state == "allocated":
+        pair.until(lambda: bool(pair.decode_side.transfers), "decode")
+    elif state == "prefill":  # one chunk of several
+        pair.until(lambda: bool(pair.decode_side.transfers), "decode")
+        pair.until(lambda: bool(pair.prefill_side.prefill), "prefill")
+    elif state == "copying":
+        pair.is_copying.clear()
+        pair.gate.clear()
+        pair.until(pair.is_copying.is_set)
+    elif state == "scheduled":
+        pair.until(lambda: bool(req.output_ids))
+    return req

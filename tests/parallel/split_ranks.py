@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from diptych.reference.parallel.collectives import Collectives
+from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.processes.input_log import CallClock, decode
-from diptych.shared.engine.processes.ranks import LeadScheduler, repeat
+from diptych.shared.engine.processes.ranks import LeadScheduler, collectives_of, repeat
 from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.parallel import channel
 from diptych.shared.scheduling.invariants import check_idle
@@ -56,7 +57,7 @@ class Server:
 
     def _assemble(self, rank: int) -> Assembly:
         size = self.config.tp
-        tp = Collectives(self.store, rank, size, SECONDS) if size > 1 else None
+        tp = collectives_of(self.config)(self.store, rank, size, SECONDS) if size > 1 else None
         return assemble(self.config, self.clocks[rank], tp=tp)
 
     def _follow(self, rank: int) -> None:
@@ -98,50 +99,87 @@ class Server:
 
 
 class Cluster:
-    """A prefill server and a decode server, connected."""
+    """Prefill servers and a decode server, connected. `hold()` keeps their transports from sending pages."""
 
-    def __init__(self, config: EngineConfig, sizes: tuple[int, int], secret: Path) -> None:
+    def __init__(self, config: EngineConfig, sizes: tuple[int, ...], secret: Path) -> None:
+        """sizes: numbers of ranks; the last one is that of the decode server."""
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         config = config.updated(check_invariants=False, cluster_secret_file=str(secret))
-        self.prefill = Server(config.updated(disaggregation_mode="prefill"), sizes[0])
-        address = f"127.0.0.1:{self.prefill.side.port}"
-        decode = config.updated(disaggregation_mode="decode", prefill_servers=address)
-        self.decode = Server(decode, sizes[1])
-        self.until(lambda: self.decode.scheduler.not_ready is None)
+        self.gate, self.is_copying = threading.Event(), threading.Event()
+        self.gate.set()
+        self.prefills = [Server(config.updated(disaggregation_mode="prefill"), size) for size in sizes[:-1]]
+        self.addresses = [f"127.0.0.1:{prefill.side.port}" for prefill in self.prefills]
+        known = ",".join(self.addresses)
+        self.decode = Server(config.updated(disaggregation_mode="decode", prefill_servers=known), sizes[-1])
+        self.decode_side = self.decode.side
+        engines = self.decode_side.prefill_engines
+        engines.is_alive()  # connects those that it knows
+        self.until(lambda: len(engines.transports()) == len(self.prefills))
+        self.until(lambda: all(prefill.side.sides for prefill in self.prefills))
+        self.sides = [prefill.side.sides[0] for prefill in self.prefills]
+        self.prefill_side = self.sides[0]
+
+    @property
+    def servers(self) -> list[Server]:
+        return [*self.prefills, self.decode]
+
+    def add(self, req: Req) -> None:
+        self.decode.scheduler.add_request(req)
 
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
         limit = time.monotonic() + SECONDS
         while not holds():
             assert time.monotonic() < limit
-            if turns != "decode":
-                self.prefill.scheduler.step()
-            if turns != "prefill":
-                self.decode.scheduler.step()
-            errors = self.prefill.errors + self.decode.errors
-            if errors:
-                raise errors[0]
+            turn = {"both": self.servers, "prefill": self.prefills, "decode": [self.decode]}
+            for server in turn[turns]:
+                server.scheduler.step()
+            for server in self.servers:
+                if server.errors:
+                    raise server.errors[0]
 
     def answer(self, reqs: list[Req]) -> list[list[int]]:
         for req in reqs:
-            self.decode.scheduler.add_request(req)
-        self.until(lambda: not self.decode.side.has_work())
+            self.add(req)
+        self.until(lambda: not self.decode_side.has_work())
         return [req.output_ids for req in reqs]
 
+    def links(self) -> list[Any]:
+        """The transports of both ends that have the connections."""
+        ends = [*self.sides, *self.decode_side.transfers.values()]
+        ends = [end.transport for end in ends] + [*self.decode_side.prefill_engines.transports()]
+        return [getattr(end, "real", end) for end in dict.fromkeys(ends)]
+
     def finish(self) -> None:
-        """Run both until nothing is left. Then their pools are whole."""
-        self.until(lambda: not self.decode.side.has_work())
-        sides = self.prefill.side.sides
-        self.until(lambda: not any(side.prefill or side.in_flight for side in sides), "prefill")
-        for server in (self.prefill, self.decode):
+        """Run all until nothing is left. Then their pools are whole, and no transport keeps anything."""
+        self.gate.set()
+        links = self.links()
+        self.until(lambda: not self.decode_side.has_work())
+        self.until(lambda: not any(side.prefill or side.in_flight for side in self.sides), "prefill")
+        for server in self.servers:
             server.check_whole()
+        for link in links:
+            assert not link._rooms
+            assert not getattr(link, "_contents", None)
 
 
 @contextlib.contextmanager
-def cluster_of(config: EngineConfig, sizes: tuple[int, int], folder: Path) -> Iterator[Cluster]:
-    cluster = Cluster(config, sizes, folder / "secret")
-    try:
-        yield cluster
-    finally:
-        cluster.decode.close()
-        cluster.prefill.close()
+def cluster_of(config: EngineConfig, sizes: tuple[int, ...], folder: Path) -> Iterator[Cluster]:
+    cluster: Cluster | None = None
+
+    def gated(transport: Transport, frame: Frame, payload: bytes = b"") -> None:
+        if frame.kind == "pages" and cluster is not None:
+            cluster.is_copying.set()
+            cluster.gate.wait(SECONDS)
+        put(transport, frame, payload)
+
+    put = Transport._put_frame
+    with mock.patch.object(Transport, "_put_frame", gated):
+        try:
+            cluster = Cluster(config, sizes, folder / "secret")
+            yield cluster
+        finally:
+            if cluster is not None:
+                cluster.gate.set()
+                for server in reversed(cluster.servers):
+                    server.close()

@@ -27,7 +27,7 @@ from diptych.shared.types import (
     FinishError,
     Req,
 )
-from tests.parallel.engine_pair import SECONDS, Pair, config_of, expected_of, output_ids, pair_of
+from tests.parallel.engine_pair import SECONDS, STATES, bring_to, config_of, expected_of, output_ids, pair_of
 from tests.parallel.tiny_ranks import requests
 from tests.planted import Bug, Bugs
 
@@ -61,30 +61,6 @@ def test_two_engines_answer_as_one(folders: dict[str, str], transport: str, flag
                 for found, wanted in zip(req.input_logprobs, alone.input_logprobs):
                     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         pair.finish()
-
-
-STATES = ["waiting", "allocated", "prefill", "copying", "scheduled"]
-
-
-def bring_to(pair: Pair, state: str) -> Req:
-    """A request in a state, and one before it that is running."""
-    first, req = requests()[1], requests()[4]
-    pair.decode_side.add_request(first)
-    pair.until(lambda: first.rid in pair.decode_side.scheduled)
-    pair.until(lambda: bool(first.output_ids))
-    pair.decode_side.add_request(req)
-    if state == "allocated":
-        pair.until(lambda: bool(pair.decode_side.transfers), "decode")
-    elif state == "prefill":  # one chunk of several
-        pair.until(lambda: bool(pair.decode_side.transfers), "decode")
-        pair.until(lambda: bool(pair.prefill_side.prefill), "prefill")
-    elif state == "copying":
-        pair.is_copying.clear()
-        pair.gate.clear()
-        pair.until(pair.is_copying.is_set)
-    elif state == "scheduled":
-        pair.until(lambda: bool(req.output_ids))
-    return req
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
