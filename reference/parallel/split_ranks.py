@@ -151,13 +151,16 @@ class Links:
         return [each for each in heard if each is not None]
 
     def take(self, inputs: Inputs) -> None:
+        """On every rank. A lost connection is forgotten when nothing more has come over it."""
+        numbers = {heard.number for heard in inputs.heard}
+        for number, link in [*self.links.items()]:
+            if link.is_lost and not link.rooms and number not in numbers:
+                self._real.pop(number, None)
+                del self.links[number]
         for number in inputs.opened:
             self.links[number] = RankTransport(self._real.get(number), self.parts)
         for heard in inputs.heard:
             self.links[heard.number].hear(heard)
-        for number in [number for number, link in self.links.items() if link.is_lost and not link.rooms]:
-            self._real.pop(number, None)
-            del self.links[number]
 
 
 class RankDecodeServers(DecodeServers):

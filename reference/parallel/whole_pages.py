@@ -50,7 +50,7 @@ class HeadParts:
             parts = self.tp.all_to_all(sent, to_first, from_each)
             if self.tp.rank == 0:
                 heads = parts.unflatten(0, (self.num_parts, len(own), len(pages)))
-                contents[layer] = _bytes_of(heads.movedim(0, -2).contiguous())
+                contents[layer] = bytearray(heads.movedim(0, -2).contiguous().numpy())
         return contents
 
     # --8<-- [end:gather-heads]
@@ -110,7 +110,3 @@ class WholeTransport(Transport):
     def _page_layout(self) -> list[torch.Tensor]:
         pages = super()._page_layout()
         return [each.new_empty(1, each.shape[1], each.shape[2] * self.parts.num_parts) for each in pages]
-
-
-def _bytes_of(x: torch.Tensor) -> bytes:
-    return bytes(x.numpy())

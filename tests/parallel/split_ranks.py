@@ -26,6 +26,12 @@ from diptych.shared.types import Req
 
 SECONDS = 20.0
 SECRET = b"a secret of the cluster"
+ENDED: dict[str, Any] = {
+    "end": lambda: None,
+    "report": lambda: None,
+    "describe_end": lambda: "rank 1 has ended",
+}
+"""Of a rank's handle."""
 
 
 class Server:
@@ -46,8 +52,8 @@ class Server:
             follower.start()
         if size > 1:
             children: Any = [
-                SimpleNamespace(call=calls.put, pipe=own, end=lambda: None)
-                for calls, (own, _) in zip(self.calls, self._pipes)
+                SimpleNamespace(name=f"rank {rank}", call=calls.put, pipe=own, **ENDED)
+                for rank, (calls, (own, _)) in enumerate(zip(self.calls, self._pipes), 1)
             ]
             lead = LeadScheduler(first.scheduler, first.grammars, children, self.clocks[0], first.tp)
             self.scheduler = split_scheduler(replace(first, scheduler=lead))
@@ -73,10 +79,21 @@ class Server:
     def on_each(self, function: Callable[[Assembly], Any]) -> list[Any]:
         """Its results on all ranks, after all their calls."""
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def call(rank: int, assembly: Assembly) -> None:
+            try:
+                results.put((rank, function(assembly), None))
+            except AssertionError as error:
+                results.put((rank, None, error))
+
         for calls in self.calls:
-            calls.put(lambda rank, assembly: results.put((rank, function(assembly))))
-        found = dict(results.get(timeout=SECONDS) for _ in self.calls)
-        return [function(self.assemblies[0]), *(found[rank] for rank in sorted(found))]
+            calls.put(call)
+        call(0, self.assemblies[0])
+        found = sorted((results.get(timeout=SECONDS) for _ in self.assemblies), key=lambda each: each[0])
+        for _, _, error in found:
+            if error is not None:
+                raise error
+        return [result for _, result, _ in found]
 
     def check_whole(self) -> None:
         """Nothing is owned by anything on any rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -239,3 +240,66 @@ def test_connect_to_nothing(tmp_path: Path) -> None:
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         connect("127.0.0.1", listener.port, SECRET)
+
+
+@contextlib.contextmanager
+def two_ranks_each(secret: tuple[str, str], *engine: str) -> Iterator[tuple[RunningServer, RunningServer]]:
+    """A prefill server and a decode server, which is ready."""
+    listener = Listener("127.0.0.1", SECRET)
+    port = listener.port
+    listener.close()
+    modes = ("prefill", "--disaggregation-port"), ("decode", "--prefill-servers")
+    values = (str(port), f"127.0.0.1:{port}")
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+
+        def start(mode: tuple[str, str], value: str) -> RunningServer:
+            flags = ("--tp", "2", *engine, *secret, "--disaggregation-mode", *mode, value)
+            return stack.enter_context(serving(*flags, own_interpreter=True))
+
+        prefill, decode = threads.map(start, modes, values)
+        until_ready(decode.url)
+        yield prefill, decode
+
+
+@pytest.mark.full
+def test_servers_of_two_ranks(secret: tuple[str, str], expected: dict[str, str]) -> None:
+    """The answers of one engine. A rank that is killed ends its server; the other side goes on."""
+    with two_ranks_each(secret, *ENGINE) as (prefill, decode), ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda prompt: text_of(ask(decode.url, prompt)), PROMPTS))
+        assert found == [expected[prompt] for prompt in PROMPTS]
+        check_listens_on_loopback(prefill, 4)  # the ranks' own among them
+        check_listens_on_loopback(decode, 3)
+        running = threads.submit(ask, decode.url, PROMPTS[0], max_tokens=180, ignore_eos=True)
+        kill_a_rank(prefill)
+        until_ready(decode.url, 503)
+        assert running.result().status_code == 200
+        assert ask(decode.url, "What is 7 + 5?").status_code == 503
+        check_idle(decode)
+        running = threads.submit(ask, decode.url, PROMPTS[0], max_tokens=180, ignore_eos=True)
+        kill_a_rank(decode)
+        with contextlib.suppress(httpx.TransportError):  # the server may end before it has answered
+            assert running.result().status_code in (200, 500, 503)
+
+
+@pytest.mark.full
+def test_the_optimized_panel_on_two_ranks(
+    secret: tuple[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the servers
+    engine = ("--panel", "optimized", "--device", "cpu", "--dtype", "float32", *ENGINE[2:])
+    with two_ranks_each(secret, *engine, "--max-running-requests", "4") as (_, decode):
+        found = text_of(ask(decode.url, PROMPTS[0], max_tokens=6))
+        assert found
+        assert expected[PROMPTS[0]].startswith(found)
+
+
+def kill_a_rank(server: RunningServer) -> None:
+    """The server and all its processes end within seconds."""
+    ranks = descendants(server.process.pid)
+    (rank,) = ranks
+    os.kill(rank, signal.SIGKILL)
+    start = time.monotonic()
+    assert server.process.wait(60) != 0
+    assert time.monotonic() - start < 20
+    assert not any(Path(f"/proc/{each}").exists() for each in ranks)
+    assert "rank 1 has ended with signal SIGKILL" in "".join(server.log)
