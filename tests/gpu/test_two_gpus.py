@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from diptych.shared.engine.llm import LLM
 from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, parts_that_differ, replays, sums_that_differ
+from tests.parallel.split_ranks import SECRET, servers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
 FLAGS: dict[str, Any] = {
@@ -165,6 +167,20 @@ def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
         assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
     if panel == "optimized" and more.get("pp") and "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.replays.steps > 0
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_split_servers_answer_as_one(ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill server and a decode server, whose GPUs are the same: their pools are small."""
+    monkeypatch.setenv("DIPTYCH_CLUSTER_SECRET", SECRET.decode())
+    expected = [output.text for output in LLM("tiny-dense", **FLAGS).generate(PROMPTS, **GREEDY)]
+    flags = ["--device", "cuda", "--panel", "optimized", "--dtype", "float32", "--skip-warmup"]
+    flags += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--cuda-graph-max-tokens", "64"]
+    body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    with servers_of(ranks, *flags) as (_, decode):
+        for _ in range(2):  # the second time the prompts are cached
+            answer = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=300).json()
+            assert [choice["text"] for choice in answer["choices"]] == expected
 
 
 COUNTS = """

@@ -1,4 +1,4 @@
-"""Split servers whose ranks are threads of this process, for tests."""
+"""Split servers of several ranks, for tests: whose ranks are threads of this process, or processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
+
 from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
@@ -21,8 +23,10 @@ from diptych.shared.engine.processes.input_log import CallClock, decode
 from diptych.shared.engine.processes.ranks import LeadScheduler, collectives_of, repeat
 from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.parallel import channel
+from diptych.shared.parallel.channel import Listener
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.types import Req
+from tests.server.running import RunningServer, serving
 
 SECONDS = 20.0
 SECRET = b"a secret of the cluster"
@@ -200,3 +204,29 @@ def cluster_of(config: EngineConfig, sizes: tuple[int, ...], folder: Path) -> It
                 cluster.gate.set()
                 for server in reversed(cluster.servers):
                     server.close()
+
+
+def until_ready(url: str, status: int = 200) -> None:
+    end = time.monotonic() + 60
+    while (answer := httpx.get(f"{url}/ready", timeout=10)).status_code != status:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def servers_of(ranks: tuple[int, int], *flags: str) -> Iterator[tuple[RunningServer, RunningServer]]:
+    """A prefill server and a decode server, which is ready, of so many ranks."""
+    listener = Listener("127.0.0.1", SECRET)
+    port = listener.port
+    listener.close()
+    modes = ("prefill", "--disaggregation-port"), ("decode", "--prefill-servers")
+    values = (str(port), f"127.0.0.1:{port}")
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+
+        def start(num_ranks: int, mode: tuple[str, str], value: str) -> RunningServer:
+            more = ("--tp", str(num_ranks), "--disaggregation-mode", *mode, value)
+            return stack.enter_context(serving(*flags, *more, own_interpreter=True))
+
+        prefill, decode = threads.map(start, ranks, modes, values)
+        until_ready(decode.url)
+        yield prefill, decode

@@ -21,6 +21,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.parallel.channel import Listener, connect, signed, verified
 from diptych.shared.types import Req, SamplingParams
+from tests.parallel.split_ranks import servers_of, until_ready
 from tests.parallel.test_listening import listening
 from tests.parallel.test_processes import descendants
 from tests.server.running import RunningServer, serving
@@ -95,13 +96,6 @@ def cluster(secret: tuple[str, str], num_prefill: int, num_decode: int) -> Itera
         router = stack.enter_context(serving(*flags, *secret, command="route"))
         until_ready(router.url)
         yield router, servers[:num_prefill], servers[num_prefill:]
-
-
-def until_ready(url: str, status: int = 200) -> None:
-    end = time.monotonic() + 60
-    while (answer := httpx.get(f"{url}/ready", timeout=10)).status_code != status:
-        assert time.monotonic() < end, answer.text
-        time.sleep(0.05)
 
 
 def check_listens_on_loopback(server: RunningServer, num_addresses: int) -> None:
@@ -242,29 +236,10 @@ def test_connect_to_nothing(tmp_path: Path) -> None:
         connect("127.0.0.1", listener.port, SECRET)
 
 
-@contextlib.contextmanager
-def two_ranks_each(secret: tuple[str, str], *engine: str) -> Iterator[tuple[RunningServer, RunningServer]]:
-    """A prefill server and a decode server, which is ready."""
-    listener = Listener("127.0.0.1", SECRET)
-    port = listener.port
-    listener.close()
-    modes = ("prefill", "--disaggregation-port"), ("decode", "--prefill-servers")
-    values = (str(port), f"127.0.0.1:{port}")
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
-
-        def start(mode: tuple[str, str], value: str) -> RunningServer:
-            flags = ("--tp", "2", *engine, *secret, "--disaggregation-mode", *mode, value)
-            return stack.enter_context(serving(*flags, own_interpreter=True))
-
-        prefill, decode = threads.map(start, modes, values)
-        until_ready(decode.url)
-        yield prefill, decode
-
-
 @pytest.mark.full
 def test_servers_of_two_ranks(secret: tuple[str, str], expected: dict[str, str]) -> None:
     """The answers of one engine. A rank that is killed ends its server; the other side goes on."""
-    with two_ranks_each(secret, *ENGINE) as (prefill, decode), ThreadPoolExecutor(4) as threads:
+    with servers_of((2, 2), *ENGINE, *secret) as (prefill, decode), ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda prompt: text_of(ask(decode.url, prompt)), PROMPTS))
         assert found == [expected[prompt] for prompt in PROMPTS]
         check_listens_on_loopback(prefill, 4)  # the ranks' own among them
@@ -287,7 +262,8 @@ def test_the_optimized_panel_on_two_ranks(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the servers
     engine = ("--panel", "optimized", "--device", "cpu", "--dtype", "float32", *ENGINE[2:])
-    with two_ranks_each(secret, *engine, "--max-running-requests", "4") as (_, decode):
+    engine += ("--max-running-requests", "4")
+    with servers_of((2, 2), *engine, *secret) as (_, decode):
         found = text_of(ask(decode.url, PROMPTS[0], max_tokens=6))
         assert found
         assert expected[PROMPTS[0]].startswith(found)
