@@ -38,7 +38,7 @@ class HeadParts:
 
     # --8<-- [start:gather-heads]
     def gather(self, pages: Sequence[int]) -> Contents:
-        """Called on all ranks. The contents of these pages on rank 0; nothing on the others."""
+        """Called on all ranks. On rank 0: the contents of these pages."""
         copies = self.tp.size // self.num_parts
         contents: Contents = {}
         for layer in range(self.kv_pool.num_layers):
