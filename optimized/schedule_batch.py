@@ -106,6 +106,9 @@ def make_forward_batch(
     embed_rows, embeds = None, None
     if any(req.embeds is not None for req in extending):
         embed_rows, embeds = embeds_of_step(extending, start_locs, device)
+    custom_mask = None
+    if any(req.diffusion is not None for req in extending):
+        custom_mask = visible_in_blocks(batch.reqs, seq_lens, extend_seq_lens, device)
     before = starts - (lens - extend_lens)  # row of the batch minus position
     num_tokens = len(input_ids)
     positions = torch.arange(num_tokens, device=device)
@@ -129,7 +132,22 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
+        custom_mask=custom_mask,
     )
+
+
+def visible_in_blocks(
+    reqs: Sequence[Req], seq_lens: Sequence[int], extend_lens: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """`ForwardBatch.custom_mask`: a token of a request with block diffusion sees its own block and earlier
+    ones, a token of another request itself and earlier ones. Written in place: masks of prompts are large."""
+    sizes = [seq_len * extend_len for seq_len, extend_len in zip(seq_lens, extend_lens)]
+    mask = torch.empty(sum(sizes), dtype=torch.bool, device=device)
+    for req, seq_len, extend_len, part in zip(reqs, seq_lens, extend_lens, mask.split(sizes)):
+        positions = torch.arange(seq_len, device=device)
+        block = positions if req.diffusion is None else positions // req.diffusion.block_len
+        torch.le(block, block[seq_len - extend_len :, None], out=part.view(extend_len, seq_len))
+    return mask
 
 
 def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch.device) -> ForwardBatch:

@@ -166,7 +166,8 @@ UNAVAILABLE: dict[str, str] = {
 PARTS: dict[str, str] = {
     "contiguous_attention": "diptych.reference.contiguous_attention:attention_over",
     "hybrid_attention": "diptych.optimized.attention.hybrid:hybrid_of",
-    "block_diffusion": "diptych.reference.modes.block_diffusion",
+    "reference block diffusion": "diptych.reference.modes.block_diffusion",
+    "optimized block diffusion": "diptych.optimized.modes.block_diffusion",
     "vision": "diptych.reference.modes.vision",
     "reference pipeline": "diptych.reference.parallel.pipeline",
     "optimized pipeline": "diptych.optimized.parallel.pipeline",

@@ -22,7 +22,7 @@ from diptych.optimized.graphs.rehearsal import (
 )
 from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
-from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
+from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, verify_batch_sizes
 from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.speculation_flags import draft_shape, possible_shapes
@@ -54,6 +54,12 @@ class AllSteps:
             over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
+        self.blocks: list[BatchSteps] = []
+        if config.cuda_graph_block_len is not None and linear is None:
+            n = config.cuda_graph_block_len
+            buffers = VerifyBuffers(verify_batch_sizes(config, n), n, has_mask=True, device=self.device)
+            self.blocks = [over(buffers)]
+            self.blocks[0].captures_sampler = False  # it gives log-probabilities, which no graph does
         self.prefill: list[ExtendSteps] = []
         if linear is not None or config.dp_attention:
             # Chunks of prompts are launched: their number is that of CTAs, or the ranks have other tokens.
@@ -66,7 +72,7 @@ class AllSteps:
     @property
     def kinds(self) -> tuple[Steps, ...]:
         """List the kinds in the order in which they are tried: prefill steps take mixed ones too."""
-        return self.decode, *self.verify, *self.prefill[::-1]
+        return self.decode, *self.verify, *self.blocks, *self.prefill[::-1]
 
     def prepare(
         self, runner: ModelRunner, graphs: CudaGraphs | None, sampler: Sampler, num_token_ids: int
@@ -93,19 +99,27 @@ class AllSteps:
                 logits = runner.forward(batch).next_token_logits
         assert logits is not None
         num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
-        for info in sampling_infos(config.max_running_requests * num_nodes, num_token_ids, self.device):
+        max_rows = max(config.max_running_requests * num_nodes, MAX_TOKENS if self.blocks else 0)
+        for info in sampling_infos(max_rows, num_token_ids, self.device):
             rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
             sampler.sample(rows, info, torch.zeros_like(info.seeds))
 
     def _rehearse_graphs(self, layers: Layers, sampler: Sampler, num_token_ids: int) -> None:
         """Launch what graphs contain, or would contain."""
         graphs = Rehearsal()
-        capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
+        self._capture_batch_steps(graphs, layers, sampler, num_token_ids)
         capture_prefill_steps(self.prefill, graphs, layers)
-        for batch_steps in (self.decode, *self.verify):
+        for batch_steps in (self.decode, *self.verify, *self.blocks):
             batch_steps.by_size.clear()
         for extend_steps in self.prefill:
             extend_steps.captured.clear()
+
+    def _capture_batch_steps(
+        self, graphs: CudaGraphs, layers: Layers, sampler: Sampler, num_token_ids: int
+    ) -> None:
+        """The kind with the most tokens first."""
+        kinds = [*self.verify, *self.blocks, self.decode]
+        capture_batch_steps(kinds, graphs, layers, sampler, num_token_ids)
 
     def _other_batches(self, model: ModelConfig) -> Iterator[ForwardBatch]:
         """Examples of the steps that no graph contains as a whole."""
@@ -119,7 +133,7 @@ class AllSteps:
         """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""
         layers, attention = runner.capture_hidden, runner.attention
         if attention.supports_cuda_graph:
-            capture_batch_steps([*self.verify, self.decode], graphs, layers, sampler, num_token_ids)
+            self._capture_batch_steps(graphs, layers, sampler, num_token_ids)
         else:
             warn_of_launches("decoding", f"{type(attention).__name__} does not run in CUDA graphs")
         capture_prefill_steps(self.prefill, graphs, layers)

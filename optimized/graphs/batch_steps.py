@@ -52,6 +52,8 @@ class Results:
 
 
 class BatchSteps(Steps):
+    captures_sampler = True
+
     def __init__(
         self,
         model: CausalLM,
@@ -219,6 +221,7 @@ def capture_batch_steps(
         results.hidden = results.hidden.new_zeros(num_tokens, results.hidden.shape[1])
     kinds = list(SamplingKind)
     for steps, size in tqdm(wanted, desc="capture CUDA graphs", unit="size", leave=False, delay=1.0):
-        if not steps.capture(graphs, size, kinds, sampler, num_token_ids):
+        its_kinds = kinds if steps.captures_sampler else []
+        if not steps.capture(graphs, size, its_kinds, sampler, num_token_ids):
             return
     results.sampled_by = sampler, num_token_ids

@@ -1,1 +1,1 @@
-"""Modes that a configuration turns on: deterministic, LoRA."""
+"""Modes that a configuration turns on: deterministic, LoRA, block diffusion."""

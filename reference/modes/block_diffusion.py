@@ -8,6 +8,7 @@ position are of the token at that position, not of the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -16,10 +17,11 @@ from diptych.reference.decoding import PlainDecoding
 from diptych.reference.schedule_batch import visible_in_blocks
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.interfaces import SchedulerFeature
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.scheduling.blocks import block_ids, block_of, params_of, take_block_slots
 from diptych.shared.scheduling.pages import evict_for, rows_of
 from diptych.shared.types import (
     BatchResult,
-    DiffusionParams,
     ForwardBatch,
     ForwardMode,
     LogitsOutput,
@@ -29,7 +31,7 @@ from diptych.shared.types import (
 
 
 class DiffusionDecoding(PlainDecoding, SchedulerFeature):
-    """Plain decoding; requests with `diffusion` complete one block in a step, greedily.
+    """Plain decoding; requests with `diffusion` complete one block in a step.
 
     Between steps such a request has P + O tokens and as many KV entries; a last block that is not whole is
     computed again by the next step. Pages are whole blocks, so the prefix cache never has such a block.
@@ -42,9 +44,7 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
         """Slots to the end of each request's block, and one for each plain request."""
         filling = [req for req in reqs if req.diffusion is not None]
         plain = [req for req in reqs if req.diffusion is None]
-        # --8<-- [start:diffusion-slots]
-        pool, allocator = self.parts.req_to_token_pool, self.parts.allocator
-        starts, ends = [req.kv_committed_len for req in filling], [block_of(req)[1] for req in filling]
+        allocator = self.parts.allocator
         # A block lies in one page, so it needs a new page as a token does.
         num_pages = sum(req.kv_committed_len % allocator.page_size == 0 for req in reqs)
         if not evict_for(num_pages * allocator.page_size, self.parts.tree_cache, allocator):
@@ -52,16 +52,9 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
         batch = super().prepare(plain) if plain else ScheduleBatch([], ForwardMode.DECODE)
         if batch is None or not filling:
             return batch
-        rows = rows_of(filling)
-        last_locs = pool.read_each(rows, [start - 1 for start in starts])
-        slots = allocator.alloc_extend(starts, ends, last_locs)
-        assert slots is not None
-        pool.write_ragged(rows, starts, [end - start for start, end in zip(starts, ends)], slots)
-        for req, end in zip(filling, ends):
-            req.kv_committed_len = req.kv_allocated_len = end
+        take_block_slots(filling, self.parts)
         batch.reqs += filling
         return batch
-        # --8<-- [end:diffusion-slots]
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         filling = [req for req in batch.reqs if req.diffusion is not None]
@@ -98,13 +91,33 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
             logits = output.next_token_logits.split([len(blocks[i]) for i in unknown])
             for i, its_logits in zip(unknown, logits):
                 is_nan[i] = bool(its_logits.isnan().any())
-                blocks[i] = fill_in(blocks[i], its_logits[:, : self.parts.num_token_ids], params[i])
+                found = self.candidates(reqs[i], its_logits[:, : self.parts.num_token_ids])
+                blocks[i] = fill_in(blocks[i], *found, params[i].mask_id, params[i].threshold)
             unknown = [i for i in unknown if not is_nan[i] and params[i].mask_id in blocks[i]]
         # Earlier passes wrote the KV of masks: this one writes that of the final tokens.
         output, forward_batch = self._forward(reqs, blocks)
         # --8<-- [end:block-diffusion]
         new_ids = [ids[req.num_tokens - block_of(req)[0] :].tolist() for req, ids in zip(reqs, blocks)]
         return [[-1] if nan else ids for nan, ids in zip(is_nan, new_ids)], output, forward_batch
+
+    # --8<-- [start:candidates]
+    def candidates(self, req: Req, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each position of a block, and its probability before filters.
+        Noise is that of plain decoding's token at the position: of seed and position
+        alone, the same in each pass."""
+        logits = logits.clone()
+        logits[:, params_of(req).mask_id] = -torch.inf
+        if req.sampling_params.is_greedy:
+            probs, tokens = logits.softmax(dim=-1).max(dim=-1)
+            return tokens, probs
+        start, end = block_of(req)
+        info = make_sampling_batch_info([req] * (end - start), logits.shape[-1], logits.device)
+        before = torch.arange(start - 1, end - 1, device=logits.device)
+        output = self.parts.sampler.sample(logits, replace(info, return_logprob=True), before)
+        assert output.logprobs is not None
+        return output.next_token_ids.clamp(min=0), output.logprobs.token_logprobs.exp()
+
+    # --8<-- [end:candidates]
 
     @torch.inference_mode()
     def _forward(self, reqs: list[Req], blocks: list[torch.Tensor]) -> tuple[LogitsOutput, ForwardBatch]:
@@ -138,34 +151,14 @@ def serve_blocks(scheduler: Scheduler) -> None:
 
 
 # --8<-- [start:fill-in]
-def fill_in(ids: torch.Tensor, logits: torch.Tensor, params: DiffusionParams) -> torch.Tensor:
-    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: each
-    token whose probability exceeds the threshold, and always the likeliest one."""
-    logits = logits.clone()
-    logits[:, params.mask_id] = -torch.inf
-    probs, tokens = logits.softmax(dim=-1).max(dim=-1)
-    probs = probs.where(ids == params.mask_id, -1.0)
-    is_filled = (probs > params.threshold) | (torch.arange(len(ids), device=ids.device) == probs.argmax())
+def fill_in(
+    ids: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor, mask_id: int, threshold: float
+) -> torch.Tensor:
+    """ids [block_len] with some masks replaced by `tokens`: each one whose probability
+    exceeds the threshold, and always the most probable one."""
+    probs = probs.where(ids == mask_id, -1.0)
+    is_filled = (probs > threshold) | (torch.arange(len(ids), device=ids.device) == probs.argmax())
     return tokens.where(is_filled, ids)
 
 
 # --8<-- [end:fill-in]
-
-
-def params_of(req: Req) -> DiffusionParams:
-    assert req.diffusion is not None
-    return req.diffusion
-
-
-def block_of(req: Req) -> tuple[int, int]:
-    """The positions [start, end) of the first block that is not complete."""
-    block_len = params_of(req).block_len
-    start = req.num_tokens // block_len * block_len
-    return start, start + block_len
-
-
-def block_ids(req: Req) -> list[int]:
-    """Its known tokens, then masks."""
-    start, end = block_of(req)
-    known = req.all_ids[start:]
-    return known + [params_of(req).mask_id] * (end - start - len(known))

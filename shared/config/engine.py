@@ -37,6 +37,11 @@ class EngineConfig(EngineFlags):
                 f"give cuda_graph_bs ({self.cuda_graph_bs!r}) or cuda_graph_max_bs "
                 f"({self.cuda_graph_max_bs}), not both"
             )
+        if self.cuda_graph_block_len is not None and self.speculative is not None:
+            raise ValueError(
+                f"cuda_graph_block_len ({self.cuda_graph_block_len}) does not work with "
+                f"speculative={self.speculative}: such an engine refuses block diffusion"
+            )
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ValueError(
                 f"chunked_prefill_size ({self.chunked_prefill_size}) must be at least page_size "

@@ -321,6 +321,10 @@ class EngineFlags:
     )  # fmt: skip
     """Without it short prompts wait for the CPU. Long prompts wait for the GPU, so graphs gain nothing
     there."""
+    cuda_graph_block_len: int | None = flag(
+        GRAPHS, None, "Capture passes of block diffusion too, for blocks of this length.", at_least=1
+    )
+    """Blocks of other lengths run without graphs. Not with speculation."""
 
     kernel_cache: str | None = flag(
         SERVER, None, "File of compiled kernels, which `diptych warm` wrote on a GPU of this kind."

@@ -208,6 +208,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         if config.speculative is not None:
             # Decoding; and for each shape verifying, drafting, extending the drafter.
             graphs *= 1 + 3 * len(possible_shapes(config))
+        if config.cuda_graph_block_len is not None:
+            graphs *= 2
         if config.cuda_graph_max_tokens != 0:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {

@@ -223,10 +223,7 @@ def test_flags_that_need_token_ids() -> None:
     check_supported("images", EngineConfig(panel="reference"))
     with pytest.raises(ValueError, match="images work with speculative=None alone; this engine has spec"):
         check_supported("images", EngineConfig(speculative="ngram"))
-    config = EngineConfig(panel="optimized", use={"attention": "triton"})
-    check_supported("images", config)
-    with pytest.raises(ValueError, match="blocks work with panel='reference' alone; this engine has panel="):
-        check_supported("blocks", config, is_of_reference=True)
+    check_supported("images", EngineConfig(panel="optimized", use={"attention": "triton"}))
     with pytest.raises(ValueError, match="images do not work with a component of your own: use has models"):
         check_supported("images", EngineConfig(use={"models": "mine.py:Model"}))
 

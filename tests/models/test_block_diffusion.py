@@ -10,16 +10,35 @@ import torch
 from model_harness import random_hf_model
 from transformers import PreTrainedModel
 
-from diptych.reference.modes.block_diffusion import DiffusionDecoding, fill_in
+import diptych.optimized.modes.block_diffusion as optimized
+import diptych.reference.modes.block_diffusion as reference
+from diptych.shared import registry
 from diptych.shared.engine.llm import LLM
+from diptych.shared.sampling.noise import gumbel_noise
+from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, independence_p_value, p_value
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
-from diptych.shared.types import MIN_TEMPERATURE, DiffusionParams, SamplingParams
+from diptych.shared.tools.conformance.oracles.sampling_oracle import exact_distribution
+from diptych.shared.types import (
+    DiffusionParams,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SamplingParams,
+)
 from tests.planted import Bug, Bugs
 
 MASK = 330
 NUM_NEW = 14
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
-FLAGS: dict[str, Any] = {"panel": "reference", "device": "cpu", "max_total_tokens": 256, "page_size": 4}
+HOT = GREEDY.updated(temperature=1.0, seed=2**40 + 7)
+PANELS: dict[str, dict[str, Any]] = {
+    "reference": {"panel": "reference"},
+    "optimized": {"panel": "reference", "use": registry.optimized_without_gpu()},  # but for Triton's kernels
+    "interpreted": {"panel": "optimized"},
+}
+FLAGS: dict[str, Any] = {"device": "cpu", "max_total_tokens": 256, "page_size": 4, "check_invariants": True}
+both = pytest.mark.parametrize("panel", ["reference", "optimized"])
 PARAMS = DiffusionParams(MASK, 4, 0.5)
 
 
@@ -39,11 +58,29 @@ def prompt_of(num_tokens: int) -> list[int]:
     return [(7 * i) % 300 for i in range(num_tokens)]
 
 
+def likeliest(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tuple[int, float]:
+    probs = logits.softmax(-1)
+    return int(probs.argmax()), float(probs.max())
+
+
+def sampled(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tuple[int, float]:
+    """By the sampler's contract, joint filters; and the token's probability before them."""
+    probs = (logits.double() / sampling.temperature).softmax(-1)
+    ordered, ids = probs.sort(descending=True, stable=True)
+    kept = (ordered.cumsum(-1) - ordered < sampling.top_p) & (ordered >= sampling.min_p * ordered[0])
+    kept &= torch.arange(len(ids)) < (sampling.top_k if sampling.top_k > 0 else len(ids))
+    assert sampling.seed is not None
+    noise = gumbel_noise(torch.tensor(sampling.seed), torch.tensor(position - 1), ids)
+    token = int(ids[(ordered.log() + noise).masked_fill(~kept, -torch.inf).argmax()])
+    return token, float(probs[token])
+
+
 def plain_loop(
-    model: PreTrainedModel, prompt: list[int], params: DiffusionParams, num_new: int = NUM_NEW
+    model: PreTrainedModel, prompt: list[int], params: DiffusionParams, sampling: SamplingParams = GREEDY
 ) -> list[int]:
     """The tokens by their definition."""
-    size = params.block_len
+    size, num_new = params.block_len, sampling.max_new_tokens
+    choose = likeliest if sampling.is_greedy else sampled
     num_blocks = -(-(len(prompt) + num_new) // size)
     ids = [*prompt, *[params.mask_id] * (num_blocks * size - len(prompt))]
     for start in range(len(prompt) // size * size, len(ids), size):
@@ -54,42 +91,83 @@ def plain_loop(
                 logits = model(torch.tensor([ids[: start + size]]), attention_mask=mask).logits[0, start:]
             logits = logits.clone()
             logits[:, params.mask_id] = -torch.inf
-            probs, tokens = logits.softmax(-1).max(-1)
             unknown = [i for i in range(size) if ids[start + i] == params.mask_id]
-            best = max(unknown, key=lambda i: float(probs[i]))
-            for i in unknown:
-                if i == best or probs[i] > params.threshold:
-                    ids[start + i] = int(tokens[i])
+            found = {i: choose(logits[i], sampling, start + i) for i in unknown}
+            best = max(unknown, key=lambda i: found[i][1])
+            for i, (token, prob) in found.items():
+                if i == best or prob > params.threshold:
+                    ids[start + i] = token
     return ids[len(prompt) : len(prompt) + num_new]
 
 
-def answers(llm: LLM, *requests: tuple[int, DiffusionParams | None]) -> list[list[int]]:
-    """Answers of requests that run together: (length of the prompt, how)."""
-    found = [llm.submit(prompt_of(num), GREEDY, diffusion=params)[0] for num, params in requests]
+Asked = tuple[int, DiffusionParams | None, SamplingParams]
+"""A request: the length of the prompt, and how it is answered."""
+
+
+def engine(folder: Path, panel: str, **flags: Any) -> LLM:
+    return LLM(str(folder), **{**FLAGS, **PANELS[panel], **flags})
+
+
+def answers(llm: LLM, *requests: Asked) -> list[list[int]]:
+    """Answers of requests that run together."""
+    found = [llm.submit(prompt_of(n), sampling, diffusion=how)[0] for n, how, sampling in requests]
     while llm.step():
         pass
     return [collector.output_ids for collector in found]
 
 
+BUG_REQUESTS: list[Asked] = [(9, PARAMS, GREEDY), (9, PARAMS, HOT), (22, PARAMS, HOT.updated(seed=5))]
+REQUESTS: list[Asked] = [
+    (9, PARAMS, GREEDY),
+    (8, DiffusionParams(MASK, 2, 0.95), GREEDY),
+    (21, None, GREEDY),
+    (21, PARAMS, HOT),
+    (3, DiffusionParams(MASK, 4, 0.2), HOT.updated(top_k=20, top_p=0.9, min_p=0.05, temperature=0.7)),
+    (21, PARAMS, HOT.updated(seed=-6)),
+]
+
+
+@both
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 8, "page_size": 8}])
 def test_tokens_are_those_of_a_plain_loop(
-    model: PreTrainedModel, folder: Path, flags: dict[str, Any]
+    model: PreTrainedModel, folder: Path, panel: str, flags: dict[str, Any]
 ) -> None:
-    """Beside plain requests and others with other blocks, cold and warm."""
-    requests = [(9, PARAMS), (8, DiffusionParams(MASK, 2, 0.95)), (21, None), (21, PARAMS), (3, PARAMS)]
-    llm = LLM(str(folder), check_invariants=True, **{**FLAGS, **flags})
-    plain = answers(llm, (21, None))[0]
-    expected = [plain if how is None else plain_loop(model, prompt_of(n), how) for n, how in requests]
+    """Beside plain requests and others with other blocks, cold and warm; and alone."""
+    llm = engine(folder, panel, **flags)
+    plain = answers(llm, (21, None, GREEDY))[0]
+    expected = [plain if how is None else plain_loop(model, prompt_of(n), how, s) for n, how, s in REQUESTS]
     for _ in range(2):
-        assert answers(llm, *requests) == expected
+        assert answers(llm, *REQUESTS) == expected
+    assert [answers(llm, request)[0] for request in REQUESTS] == expected
     allocator = llm.assembly.parts.allocator
     assert llm.flush_cache()
     assert allocator.available_size() == allocator.size
 
 
-def test_kv_of_blocks_is_reused_by_requests_with_these_blocks(model: PreTrainedModel, folder: Path) -> None:
-    llm = LLM(str(folder), check_invariants=True, **FLAGS)
-    whole = [*prompt_of(9), *answers(llm, (9, PARAMS))[0]]
+def test_kernels_give_the_same_tokens(model: PreTrainedModel, folder: Path) -> None:
+    """In Triton's interpreter."""
+    requests = [(n, how, s.updated(max_new_tokens=6)) for n, how, s in REQUESTS[:1] + REQUESTS[4:]]
+    expected = [plain_loop(model, prompt_of(n), how, s) for n, how, s in requests if how is not None]
+    assert answers(engine(folder, "interpreted", cuda_graph_block_len=4), *requests) == expected
+
+
+def test_windows_ask_for_positions(tmp_path: Path) -> None:
+    random_hf_model(CONFIGS["mistral-window"]).save_pretrained(tmp_path)
+    params = DiffusionParams(7, 4, 0.5)
+    found = []
+    for panel in ("reference", "optimized"):
+        llm = engine(tmp_path, panel)
+        prompt = [i % 90 + 10 for i in range(30)]
+        found.append(llm.generate(prompt, GREEDY, diffusion=params, progress=False).output_ids)
+    assert found[0] == found[1]
+
+
+@both
+def test_kv_of_blocks_is_reused_by_requests_with_these_blocks(
+    model: PreTrainedModel, folder: Path, panel: str
+) -> None:
+    llm = engine(folder, panel)
+    whole = [*prompt_of(9), *answers(llm, REQUESTS[0])[0]]
     for params, num_cached in ((PARAMS, 20), (DiffusionParams(MASK, 2, 0.5), 0), (None, 0)):
         collector = llm.submit(whole, GREEDY, diffusion=params)[0]
         while llm.step():
@@ -99,13 +177,14 @@ def test_kv_of_blocks_is_reused_by_requests_with_these_blocks(model: PreTrainedM
             assert collector.output_ids == plain_loop(model, whole, params)
 
 
-def test_retraction_and_a_small_pool(model: PreTrainedModel, folder: Path) -> None:
+@both
+def test_retraction_and_a_small_pool(model: PreTrainedModel, folder: Path, panel: str) -> None:
     """Three requests of 32 slots in a pool of 48, and one that is retracted by hand."""
-    llm = LLM(str(folder), check_invariants=True, **{**FLAGS, "max_total_tokens": 48})
-    requests = [(18, PARAMS), (17, PARAMS), (16, None)]
-    expected = [plain_loop(model, prompt_of(n), PARAMS) for n, _ in requests[:2]]
+    llm = engine(folder, panel, max_total_tokens=48)
+    requests: list[Asked] = [(18, PARAMS, HOT), (17, PARAMS, GREEDY), (16, None, GREEDY)]
+    expected = [plain_loop(model, prompt_of(n), PARAMS, sampling) for n, _, sampling in requests[:2]]
     assert answers(llm, *requests)[:2] == expected
-    collector = llm.submit(prompt_of(18), GREEDY, diffusion=PARAMS)[0]
+    collector = llm.submit(prompt_of(18), HOT, diffusion=PARAMS)[0]
     for _ in range(3):
         llm.step()
     assert 0 < len(collector.output_ids) < NUM_NEW
@@ -115,8 +194,9 @@ def test_retraction_and_a_small_pool(model: PreTrainedModel, folder: Path) -> No
     assert collector.output_ids == expected[0]
 
 
-def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path) -> None:
-    llm = LLM(str(folder), check_invariants=True, **FLAGS)
+@both
+def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path, panel: str) -> None:
+    llm = engine(folder, panel)
     tokens = plain_loop(model, prompt_of(9), PARAMS)
     stop = tokens[5]
     params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, stop_token_ids=(stop,))
@@ -127,9 +207,11 @@ def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path) -> 
     assert len(longest.output_ids) == 256 - 9  # to the end of the pool's last block
 
 
-def test_nan_ends_the_request(folder: Path) -> None:
-    llm = LLM(str(folder), check_invariants=True, **FLAGS)
-    collector = llm.submit(prompt_of(9), GREEDY, diffusion=PARAMS)[0]
+@both
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
+def test_nan_ends_the_request(folder: Path, panel: str, sampling: SamplingParams) -> None:
+    llm = engine(folder, panel)
+    collector = llm.submit(prompt_of(9), sampling, diffusion=PARAMS)[0]
     llm.step()
     llm.assembly.model.model.norm.weight.fill_(torch.nan)
     while llm.step():
@@ -137,10 +219,64 @@ def test_nan_ends_the_request(folder: Path) -> None:
     assert "NaN" in str(collector.finish_reason)
 
 
-def no_last_pass(self: Any, reqs: Any, blocks: Any, run: Any = DiffusionDecoding._forward) -> Any:
-    """The KV of a block is that of its last masks."""
-    unknown = [ids if MASK in ids else torch.full_like(ids, MASK) for ids in blocks]
-    return run(self, reqs, unknown)
+@both
+def test_a_failed_pass_ends_its_requests_alone(
+    model: PreTrainedModel, folder: Path, panel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(folder, panel)
+    collectors = [llm.submit(prompt_of(n), s, diffusion=how)[0] for n, how, s in REQUESTS[:3]]
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler.decoding, "candidates", None)
+        while llm.step():
+            pass
+    assert all("TypeError" in str(collector.finish_reason) for collector in collectors)
+    assert answers(llm, REQUESTS[0]) == [plain_loop(model, prompt_of(9), PARAMS)]
+
+
+@pytest.mark.parametrize(
+    ("panel", "fields"),
+    [
+        ("optimized", {"temperature": 1.5, "top_k": 6, "top_p": 0.95, "min_p": 0.05}),
+        pytest.param("optimized", {}, marks=pytest.mark.full),
+        pytest.param("reference", {"top_k": 4, "top_p": 0.9, "min_p": 0.1}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_sampled_tokens_follow_the_models_distribution(
+    folder: Path, panel: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where logits do not depend on other tokens, each place has the distribution of plain sampling: whether
+    a token is filled in early or late depends on its noise, which stays. 1,000 seeds."""
+    llm = engine(folder, panel, max_total_tokens=40_000, check_invariants=False)
+    logits = torch.full((4, 400), -torch.inf)
+    logits[:, :8] = 0.7 * torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    run = llm.assembly.parts.model_runner.forward
+
+    def fixed(batch: ForwardBatch) -> LogitsOutput:
+        is_prompt = batch.forward_mode is not ForwardMode.TARGET_VERIFY
+        return run(batch) if is_prompt else LogitsOutput(logits[batch.positions % 4], None, None)
+
+    monkeypatch.setattr(llm.assembly.parts.model_runner, "forward", fixed)
+    sampling = HOT.updated(max_new_tokens=4, **fields)
+    seeds = [sampling.updated(seed=seed) for seed in range(1000)]
+    outputs = llm.generate([[5, 6, 7, 8]] * 1000, seeds, diffusion=PARAMS, progress=False)
+    ids = torch.tensor([output.output_ids for output in outputs])
+    for i in range(4):
+        expected = exact_distribution(logits[i, :8].tolist(), Req("", [0], sampling, 0))
+        assert p_value(ids[:, i], expected) > ALPHA
+    assert independence_p_value(ids[:, 0], ids[:, 1], 8) > ALPHA
+
+
+def no_last_pass(run: Any) -> Any:
+    def planted(self: Any, reqs: Any, blocks: Any) -> Any:
+        """The KV of a block is that of its last masks."""
+        if isinstance(blocks, list):
+            return run(self, reqs, [ids if MASK in ids else torch.full_like(ids, MASK) for ids in blocks])
+        is_open = (blocks.ids == MASK).any(dim=1, keepdim=True)
+        return run(self, reqs, blocks._replace(ids=blocks.ids.where(is_open, MASK)))
+
+    return planted
 
 
 def causal(reqs: Any, seq_lens: Any, lens: Any, device: Any) -> torch.Tensor:
@@ -149,51 +285,86 @@ def causal(reqs: Any, seq_lens: Any, lens: Any, device: Any) -> torch.Tensor:
     return torch.cat([mask.flatten() for mask in masks])
 
 
+def with_probs(decoding: Any, change: Any) -> Any:
+    def planted(self: Any, *given: Any) -> Any:
+        """The threshold compares with another number."""
+        tokens, probs = decoding_candidates(self, *given)
+        return tokens, change(probs)
+
+    decoding_candidates = decoding.candidates
+    return planted
+
+
 BUGS = Bugs("block diffusion", finder="plain_loop")
-for _name, _where, _bug in (
-    ("no last pass", f"{DiffusionDecoding.__module__}.DiffusionDecoding._forward", no_last_pass),
-    ("causal prompts", "diptych.reference.schedule_batch.visible_in_blocks", causal),
-    ("causal blocks", "diptych.reference.modes.block_diffusion.visible_in_blocks", causal),
-):
-    BUGS.add(_name, _bug, where=_where)
+for _panel in (reference, optimized):
+    _name = _panel.__name__.split(".")[1]
+    _decoding = f"{_panel.__name__}.DiffusionDecoding"
+    for _bug, _where, _plant in (
+        ("no last pass", "_forward", no_last_pass(_panel.DiffusionDecoding._forward)),
+        ("the least probable first", "candidates", with_probs(_panel.DiffusionDecoding, lambda p: 1 - p)),
+        ("roots against the threshold", "candidates", with_probs(_panel.DiffusionDecoding, torch.sqrt)),
+    ):
+        BUGS.add(f"{_bug}, {_name}", _plant, where=f"{_decoding}.{_where}")
+    BUGS.add(f"causal prompts, {_name}", causal, where=f"diptych.{_name}.schedule_batch.visible_in_blocks")
+BUGS.add("causal blocks, reference", causal, where=f"{reference.__name__}.visible_in_blocks")
+for _name, _bug, _before, _after in (
+    ("optimized", "causal blocks", "block_len, dtype=torch.bool, device=device)", "block_len).bool().tril()"),
+    ("optimized", "noise of the row", "blocks.positions.flatten() - 1", "torch.arange(n * block_len)"),
+    ("reference", "noise of the row", "torch.arange(start - 1, end - 1", "torch.arange(0, end - start"),
+    ("optimized", "noise of the next token", "blocks.positions.flatten() - 1", "blocks.positions.flatten()"),
+    ("reference", "noise of the next token", "torch.arange(start - 1, end - 1", "torch.arange(start, end"),
+    ("optimized", "seeds of the first blocks", "info, blocks.numbers.repeat", "info, torch.arange(n).repeat"),
+    ("optimized", "slots", "at(unknown)", "at(unknown)._replace(slots=left.slots[: len(unknown)])"),
+):  # fmt: skip
+    _module = f"{_name}.modes.block_diffusion"
+    BUGS.words(
+        f"{_bug}, {_name}",
+        f"{_module}:serve_blocks",
+        (_module, _before, _after),
+        where=f"diptych.{_module}.serve_blocks",
+    )
 
 
-@BUGS.found_by()
+@BUGS.found_by(RuntimeError)
 def test_planted_bugs_are_found(
     bug: Bug, model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     bug.plant_in(monkeypatch)
-    found = answers(LLM(str(folder), **FLAGS), (9, PARAMS))[0]
-    return found != plain_loop(model, prompt_of(9), PARAMS)
+    panel = "optimized" if "optimized" in bug.name else "reference"
+    found = answers(engine(folder, panel, check_invariants=False), *BUG_REQUESTS)
+    return found != [plain_loop(model, prompt_of(n), PARAMS, sampling) for n, _, sampling in BUG_REQUESTS]
 
 
-def test_refusals(folder: Path) -> None:
-    llm = LLM(str(folder), **FLAGS)
+@both
+def test_refusals(folder: Path, panel: str) -> None:
+    llm = engine(folder, panel)
     for params, sampling, message in (
         (DiffusionParams(MASK, 8), GREEDY, r"page_size \(4\) must be a multiple of block_len \(8\)"),
         (DiffusionParams(7), GREEDY, r"the prompt has the mask token \(7\)"),
         (DiffusionParams(331), GREEDY, r"mask_id \(331\) must be below"),
-        (PARAMS, GREEDY.updated(temperature=0.5), "temperature must be 0, got 0.5"),
-        (PARAMS, GREEDY.updated(temperature=MIN_TEMPERATURE), "temperature must be 0, got 1e-06"),
         (PARAMS, GREEDY.updated(return_logprob=True), "do not support return_logprob"),
+        (PARAMS, HOT.updated(presence_penalty=0.5), "do not support presence_penalty"),
+        (PARAMS, HOT.updated(regex="a*"), "do not support regex"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.submit(prompt_of(9), sampling, diffusion=params)
     with pytest.raises(ValueError, match="no room for a block of 4"):
-        LLM(str(folder), context_len=30, **FLAGS).submit(prompt_of(29), GREEDY, diffusion=PARAMS)
+        engine(folder, panel, context_len=30).submit(prompt_of(29), GREEDY, diffusion=PARAMS)
     with pytest.raises(ValueError, match="no logit_processor"):
         llm.submit(prompt_of(9), GREEDY, diffusion=PARAMS, logit_processor=lambda *_: None)
     for wrong in ({"mask_id": -1}, {"mask_id": 1, "block_len": 0}, {"mask_id": 1, "threshold": 1.5}):
         with pytest.raises(ValueError, match="must be"):
             DiffusionParams(**wrong)
-    mixed = LLM(str(folder), enable_mixed_chunk=True, **FLAGS)
+    mixed = engine(folder, panel, enable_mixed_chunk=True)
     with pytest.raises(ValueError, match="without enable_mixed_chunk"):
         mixed.submit(prompt_of(9), GREEDY, diffusion=PARAMS)
 
 
 def test_at_least_one_token_is_filled_in_and_known_ones_stay() -> None:
-    params = DiffusionParams(mask_id=3, block_len=4, threshold=0.95)
-    logits = torch.tensor([[9.0, 0, 0, 99], [0, 9, 0, 0], [0, 0.1, 0, 0], [0, 0, 0.2, 0]])
-    mask = torch.tensor([3, 0, 3, 3])
-    assert fill_in(mask, logits, params).tolist() == [0, 0, 3, 3]
-    assert fill_in(torch.tensor([0, 0, 3, 3]), logits, params).tolist() == [0, 0, 3, 2]
+    tokens, probs = torch.tensor([0, 1, 1, 2]), torch.tensor([0.99, 0.99, 0.3, 0.4])
+    for ids, expected in (([3, 0, 3, 3], [0, 0, 3, 3]), ([0, 0, 3, 3], [0, 0, 3, 2])):
+        assert reference.fill_in(torch.tensor(ids), tokens, probs, 3, 0.95).tolist() == expected
+    ids = torch.tensor([[3, 0, 3, 3], [0, 0, 3, 3], [3, 3, 3, 3]])
+    given = tokens.expand(3, 4), probs.expand(3, 4), torch.tensor([[3], [3], [3]])
+    found = optimized.fill_in(ids, *given, torch.tensor([[0.95], [0.95], [0.35]]))
+    assert found.tolist() == [[0, 0, 3, 3], [0, 0, 3, 2], [0, 1, 3, 2]]

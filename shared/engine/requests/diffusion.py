@@ -10,16 +10,16 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.requests.input_embeds import check_supported
 from diptych.shared.types import DiffusionParams, SamplingParams
-from diptych.shared.types.sampling_params import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from diptych.shared.engine.build.assembly import Assembly
 
 TAKEN = (
-    "max_new_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
-    "no_stop_trim", "skip_special_tokens", "reasoning_start", "reasoning_end",
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "filter_order", "seed", "n", "stop",
+    "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "skip_special_tokens", "reasoning_start",
+    "reasoning_end",
 )  # fmt: skip
-"""Fields of SamplingParams that such a request may set: its tokens are the likeliest ones."""
+"""Fields of SamplingParams that such a request may set: others ask for tokens in order."""
 
 
 def accept_diffusion(
@@ -34,7 +34,10 @@ def accept_diffusion(
         raise ValueError("diffusion requests do not work with linear attention")
     num_token_ids = assembly.parts.num_token_ids
     check_diffusion(params, sampling, prompt_ids, others, assembly.config, num_token_ids)
-    registry.load_part("block_diffusion").serve_blocks(assembly.scheduler)
+    panel = assembly.selection["scheduler"]
+    if panel not in ("reference", "optimized"):
+        raise ValueError(f"diffusion requests need a scheduler of the engine, got scheduler={panel}")
+    registry.load_part(f"{panel} block diffusion").serve_blocks(assembly.scheduler)
 
 
 def check_diffusion(
@@ -47,7 +50,7 @@ def check_diffusion(
 ) -> None:
     """Raise `ValueError` for a request that block diffusion does not serve. others: further
     fields of the request, all None."""
-    check_supported("diffusion requests", config, is_of_reference=True)
+    check_supported("diffusion requests", config)
     if any(other is not None for other in others):
         raise ValueError("diffusion requests have a prompt of tokens, no embedding and no logit_processor")
     if config.enable_mixed_chunk:
@@ -61,9 +64,7 @@ def check_diffusion(
         raise ValueError(f"mask_id ({params.mask_id}) must be below the {num_token_ids} token ids")
     if params.mask_id in prompt_ids:
         raise ValueError(f"the prompt has the mask token ({params.mask_id})")
-    if sampling.temperature >= MIN_TEMPERATURE:
-        raise ValueError(f"diffusion requests are greedy: temperature must be 0, got {sampling.temperature}")
-    plain = SamplingParams(temperature=0.0)
+    plain = SamplingParams()
     names = [field.name for field in fields(sampling) if field.name not in TAKEN]
     changed = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
     if changed:

@@ -18,7 +18,6 @@ from diptych.shared.types import PromptEmbeds, SamplingParams
 PLACEHOLDER = 0
 """The placeholder token id of a position whose row is given."""
 SECRET = token_bytes(32)
-REFERENCE_ONLY: tuple[tuple[str, Any], ...] = (("panel", "reference"), ("use", {}))
 WORKS_WITH: tuple[tuple[str, Any], ...] = (
     ("speculative", None),
     ("deterministic", False),
@@ -37,15 +36,14 @@ class EmbedsPrompt:
     rows: torch.Tensor
 
 
-def check_supported(what: str, config: EngineConfig, is_of_reference: bool = False) -> None:
-    """Raise `ValueError` if the engine takes token ids only. is_of_reference: only the reference panel has
-    it."""
+def check_supported(what: str, config: EngineConfig) -> None:
+    """Raise `ValueError` if the engine takes plain token ids only."""
     own = sorted(name for name, choice in config.use.items() if ":" in choice)
     if own:
         raise ValueError(f"{what} do not work with a component of your own: use has {', '.join(own)}")
-    for name, only in (*(REFERENCE_ONLY if is_of_reference else ()), *WORKS_WITH):
+    for name, only in WORKS_WITH:
         value = getattr(config, name)
-        if (dict(value) if name == "use" else value) != only:
+        if value != only:
             raise ValueError(f"{what} work with {name}={only!r} alone; this engine has {name}={value!r}")
 
 
