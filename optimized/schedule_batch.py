@@ -106,9 +106,6 @@ def make_forward_batch(
     embed_rows, embeds = None, None
     if any(req.embeds is not None for req in extending):
         embed_rows, embeds = embeds_of_step(extending, start_locs, device)
-    custom_mask = None
-    if any(req.diffusion is not None for req in extending):
-        custom_mask = visible_in_blocks(batch.reqs, seq_lens, extend_seq_lens, device)
     before = starts - (lens - extend_lens)  # row of the batch minus position
     num_tokens = len(input_ids)
     positions = torch.arange(num_tokens, device=device)
@@ -132,8 +129,15 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
-        custom_mask=custom_mask,
+        custom_mask=_custom_mask(batch, seq_lens, extend_seq_lens, device),
     )
+
+
+def _custom_mask(
+    batch: ScheduleBatch, seq_lens: list[int], extend_lens: list[int], device: torch.device
+) -> torch.Tensor | None:
+    has_blocks = any(req.diffusion is not None for req in batch.reqs[: batch.num_extend_reqs])
+    return visible_in_blocks(batch.reqs, seq_lens, extend_lens, device) if has_blocks else None
 
 
 def visible_in_blocks(

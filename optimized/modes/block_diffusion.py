@@ -21,7 +21,7 @@ from diptych.optimized.overlap.in_flight import InFlight
 from diptych.optimized.schedule_batch import visible_in_blocks
 from diptych.optimized.scheduler import Scheduler
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
-from diptych.shared.scheduling.blocks import block_ids, block_of, params_of, take_block_slots
+from diptych.shared.scheduling.diffusion_blocks import block_ids, block_of, params_of, take_block_slots
 from diptych.shared.scheduling.pages import evict_for, rows_of
 from diptych.shared.to_device import to_device, vectors_to_device
 from diptych.shared.types import (
@@ -148,7 +148,7 @@ class DiffusionDecoding(PlainDecoding):
         # --8<-- [start:block-diffusion]
         while True:
             logits = self._forward([reqs[i] for i in unknown], left).next_token_logits
-            tokens, probs = self.candidates(left, logits[:, : self.parts.num_token_ids], info)
+            tokens, probs = self._candidates(left, logits[:, : self.parts.num_token_ids], info)
             del logits  # borrowed from a graph: the next pass overwrites them
             its_ids = fill_in(left.ids, tokens.clamp(min=0), probs, left.mask_ids, left.thresholds)
             its_nan = (tokens < 0).any(dim=1)
@@ -164,7 +164,7 @@ class DiffusionDecoding(PlainDecoding):
         return ids.masked_fill(is_nan[:, None], -1)
 
     # --8<-- [start:candidates]
-    def candidates(
+    def _candidates(
         self, blocks: Blocks, logits: torch.Tensor, info: SamplingBatchInfo
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each position of each block [n, block_len] (-1: NaN), and its
@@ -229,9 +229,9 @@ def fill_in(
     mask_id: torch.Tensor,
     threshold: torch.Tensor,
 ) -> torch.Tensor:
-    """ids [n, block_len] with some masks replaced by `tokens`: each one whose probability
-    exceeds the threshold, and always the most probable one of a block. mask_id, threshold
-    [n, 1]."""
+    """ids [n, block_len] with some masks replaced by `tokens`: each one whose
+    probability exceeds the threshold, and always the most probable one of a block.
+    mask_id, threshold [n, 1]."""
     probs = torch.where(ids == mask_id, probs, -1.0)
     columns = torch.arange(ids.shape[1], device=ids.device)
     is_filled = (probs > threshold) | (columns == probs.argmax(dim=1, keepdim=True))

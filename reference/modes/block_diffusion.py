@@ -18,7 +18,7 @@ from diptych.reference.schedule_batch import visible_in_blocks
 from diptych.reference.scheduler import Scheduler
 from diptych.shared.interfaces import SchedulerFeature
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
-from diptych.shared.scheduling.blocks import block_ids, block_of, params_of, take_block_slots
+from diptych.shared.scheduling.diffusion_blocks import block_ids, block_of, params_of, take_block_slots
 from diptych.shared.scheduling.pages import evict_for, rows_of
 from diptych.shared.types import (
     BatchResult,
@@ -91,7 +91,7 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
             logits = output.next_token_logits.split([len(blocks[i]) for i in unknown])
             for i, its_logits in zip(unknown, logits):
                 is_nan[i] = bool(its_logits.isnan().any())
-                found = self.candidates(reqs[i], its_logits[:, : self.parts.num_token_ids])
+                found = self._candidates(reqs[i], its_logits[:, : self.parts.num_token_ids])
                 blocks[i] = fill_in(blocks[i], *found, params[i].mask_id, params[i].threshold)
             unknown = [i for i in unknown if not is_nan[i] and params[i].mask_id in blocks[i]]
         # Earlier passes wrote the KV of masks: this one writes that of the final tokens.
@@ -101,7 +101,7 @@ class DiffusionDecoding(PlainDecoding, SchedulerFeature):
         return [[-1] if nan else ids for nan, ids in zip(is_nan, new_ids)], output, forward_batch
 
     # --8<-- [start:candidates]
-    def candidates(self, req: Req, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _candidates(self, req: Req, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each position of a block, and its probability before filters.
         Noise is that of plain decoding's token at the position: of seed and position
         alone, the same in each pass."""

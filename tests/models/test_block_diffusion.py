@@ -227,7 +227,7 @@ def test_a_failed_pass_ends_its_requests_alone(
     collectors = [llm.submit(prompt_of(n), s, diffusion=how)[0] for n, how, s in REQUESTS[:3]]
     llm.step()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.scheduler.decoding, "candidates", None)
+        patch.setattr(llm.scheduler.decoding, "_candidates", None)
         while llm.step():
             pass
     assert all("TypeError" in str(collector.finish_reason) for collector in collectors)
@@ -291,7 +291,7 @@ def with_probs(decoding: Any, change: Any) -> Any:
         tokens, probs = decoding_candidates(self, *given)
         return tokens, change(probs)
 
-    decoding_candidates = decoding.candidates
+    decoding_candidates = decoding._candidates
     return planted
 
 
@@ -301,8 +301,8 @@ for _panel in (reference, optimized):
     _decoding = f"{_panel.__name__}.DiffusionDecoding"
     for _bug, _where, _plant in (
         ("no last pass", "_forward", no_last_pass(_panel.DiffusionDecoding._forward)),
-        ("the least probable first", "candidates", with_probs(_panel.DiffusionDecoding, lambda p: 1 - p)),
-        ("roots against the threshold", "candidates", with_probs(_panel.DiffusionDecoding, torch.sqrt)),
+        ("the least probable first", "_candidates", with_probs(_panel.DiffusionDecoding, lambda p: 1 - p)),
+        ("roots against the threshold", "_candidates", with_probs(_panel.DiffusionDecoding, torch.sqrt)),
     ):
         BUGS.add(f"{_bug}, {_name}", _plant, where=f"{_decoding}.{_where}")
     BUGS.add(f"causal prompts, {_name}", causal, where=f"diptych.{_name}.schedule_batch.visible_in_blocks")

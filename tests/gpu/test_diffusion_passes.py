@@ -61,7 +61,7 @@ def test_the_cpu_waits_once_a_pass() -> None:
     expected = answers(llm)
     decoding: Any = llm.scheduler.decoding
     num_passes, num_steps = 0, 0
-    candidates, fill_blocks = decoding.candidates, decoding._fill_blocks
+    candidates, fill_blocks = decoding._candidates, decoding._fill_blocks
 
     def count(*args: Any) -> Any:
         nonlocal num_passes
@@ -77,6 +77,6 @@ def test_the_cpu_waits_once_a_pass() -> None:
         num_steps += 1
         return fill_blocks(*args)
 
-    decoding.candidates, decoding._fill_blocks = count, fill
+    decoding._candidates, decoding._fill_blocks = count, fill
     assert answers(llm) == expected
     assert num_steps <= num_passes <= 4 * num_steps
