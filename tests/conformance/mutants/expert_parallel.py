@@ -39,6 +39,15 @@ class PaddingIsExpertZero(AllToAll):
 
 
 @mutant_of("expert_dispatch")
+class PaddingWeighsNothing(AllGather):
+    """Ids of -1 run on expert 0 with the weight 0."""
+
+    def run(self, x, topk, experts):
+        weights = torch.where(topk.topk_ids < 0, 0.0, topk.topk_weights)
+        return super().run(x, TopKOutput(weights, topk.topk_ids.clamp(min=0)), experts)
+
+
+@mutant_of("expert_dispatch")
 class OnePieceOfAnExpert(AllToAll):
     """A token goes to the first rank of a part alone, which has a piece of the expert."""
 

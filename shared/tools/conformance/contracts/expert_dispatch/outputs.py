@@ -22,10 +22,12 @@ NUM_LOCAL, HIDDEN, INTERMEDIATE, TOPK = 3, 8, 8, 2
 
 
 class Tokens(Case):
-    """`ranks`: in `ep` parts. `counts`: tokens of each rank. `padding`: some ids are -1."""
+    """`ranks`: in `ep` parts. `counts`: tokens of each rank. `padding`: some ids are -1. `has_nan`: tokens
+    of such ids alone are NaN."""
 
     dtype = torch.float32
     padding = False
+    has_nan = False
 
     @property
     def num_physical(self) -> int:
@@ -48,6 +50,7 @@ class Tokens(Case):
         if self.padding:
             ids[::2, 0] = -1
             ids[::3] = -1
+            x[::3] = torch.nan if self.has_nan else x[::3]
         return x, TopKOutput(weights, ids.to(torch.int32))
 
     def local_experts(self, rank: int) -> FusedExperts:
@@ -107,6 +110,16 @@ def padding_ids(impl: type[ExpertDispatch], case: Tokens) -> None:
     found = case.run(impl)
     expect_outputs(case, found)
     expect_equal("a token without experts", found[0][3], torch.zeros(HIDDEN))
+
+
+@contract(
+    "Padding tokens, of ids of -1 alone, may be NaN: they get zeros, and no other token changes.",
+    grid("ep {ep}", of=Tokens, ranks=2, ep=(1, 2), counts=((5, 4),), padding=True, has_nan=True),
+)
+def padding_tokens(impl: type[ExpertDispatch], case: Tokens) -> None:
+    found = case.run(impl)
+    expect_outputs(case, found)
+    expect_equal("a padding token", found[1][3], torch.zeros(HIDDEN))
 
 
 @contract(
