@@ -194,7 +194,10 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     mlp = 3 * max(layer.intermediate_size for layer in layers)  # gate and up, their product
     if model.moe is not None:
         expert = 3 * model.moe.intermediate_size + model.hidden_size
-        routed = model.moe.num_experts_per_tok * expert + 3 * model.moe.shared_intermediate_size
+        routed = model.moe.num_experts_per_tok * expert
+        if config.dp_attention:  # of the tokens of all ranks, which are gathered, as their outputs are
+            routed = config.dp * (routed + 2 * model.hidden_size)
+        routed += 3 * model.moe.shared_intermediate_size
         mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
     # Residual, norm, result, and a norm's float32; the larger of attention and MLP, which are never live
     # together.

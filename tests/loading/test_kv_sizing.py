@@ -93,6 +93,18 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
     )
 
 
+def test_shared_experts_compute_the_tokens_of_all_replicas() -> None:
+    """Of each token: gate, up, their product and the output of 8 experts; its row and its sum."""
+    model = read_config(ASSETS / "configs" / "Qwen3-30B-A3B")
+
+    def reserve(**flags: object) -> int:
+        return reserve_for_steps(EngineConfig(**flags), model, torch.bfloat16)["activations"]
+
+    routed = 8 * (3 * 768 + 2048)
+    more = reserve(dp=4, dp_attention=True, ep=4) - reserve()
+    assert more == (8192 + 256) * (3 * routed + 4 * 2 * 2048) * 2
+
+
 def test_the_arithmetic_is_reported(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(120 * GIB), 140 * GIB))
     config = EngineConfig(mem_fraction_static=0.85)

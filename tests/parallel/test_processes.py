@@ -27,6 +27,7 @@ from diptych.shared.engine.processes.ranks import assemble_ranks, finish_launche
 from diptych.shared.engine.processes.watchdog import EXIT_HANGS, Watchdog
 from diptych.shared.parallel import channel
 from diptych.shared.types import SamplingParams
+from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.tiny_ranks import answers, make_config
 from tests.server.running import serving
 
@@ -135,6 +136,7 @@ KILLED: dict[str, tuple[dict[str, Any], float | None]] = {
     "while it starts": ({"tp": 2}, None),
     "in a step": ({"tp": 2}, 0.3),
     "in a step with shared experts": ({"dp": 2, "dp_attention": True, "model": "tiny-moe"}, 0.3),
+    "in a padded step": ({"dp": 2, "dp_attention": True, "model": "tiny-moe", **PANELS["optimized"]}, 0.3),
 }
 
 
