@@ -94,7 +94,7 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
 
 
 def test_shared_experts_compute_the_tokens_of_all_replicas() -> None:
-    """Of each token: gate, up, their product and the output of 8 experts; its row and its sum."""
+    """Each token has gate, up, their product and the output of 8 experts, its row and its sum."""
     model = read_config(ASSETS / "configs" / "Qwen3-30B-A3B")
 
     def reserve(**flags: object) -> int:
