@@ -23,6 +23,18 @@ pytestmark = pytest.mark.gpu
 USE = {"scheduler": "optimized", "memory_pool": "optimized", "attention": "triton"}
 """Triton attention accepts float32; the reference pools would synchronize."""
 
+
+def test_results_without_elements_arrive() -> None:
+    """Page-locked memory of no bytes does not exist."""
+    device = torch.device("cuda")
+    full, empty = (
+        CudaStreams(device)
+        .launch(lambda: (torch.ones(2, device=device), torch.empty(0, 3, device=device)))
+        .wait()
+    )
+    assert (full.tolist(), empty.shape, empty.device.type) == ([1.0, 1.0], (0, 3), "cpu")
+
+
 FLAGS: tuple[dict[str, Any], ...] = (
     {},
     {"disable_cuda_graph": True},

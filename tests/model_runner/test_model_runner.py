@@ -211,7 +211,8 @@ def test_a_backend_without_graphs_is_said_once_and_works() -> None:
 
 
 def test_trees_of_the_configured_size_are_replayed() -> None:
-    for case, num_replays in ((verify_clauses.CASES[0], 7), (verify_clauses.CASES[3], 1)):
+    trees, chains, others = (verify_clauses.CASES[i] for i in (0, 1, 3))
+    for case, num_replays in ((trees, 7), (chains, 7), (others, 1)):
         session = PreparedSession(FakeGraphsRunner, model_for(), case)
         session.prefill(case)
         assert [steps.batch_sizes for steps in session.runner.steps.verify] == [case.sizes]

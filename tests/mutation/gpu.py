@@ -86,8 +86,10 @@ PLAYED = (
     "tests/model_runner/test_model_runner.py",
     "tests/model_runner/test_extend_graphs.py",
     "tests/model_runner/test_verify_buffers.py",
+    "tests/model_runner/test_draft_graphs.py",
 )
 """Files of tests that play graphs on a CPU too."""
+VARIANTS = ("tests/model_runner/test_compile_ahead.py",)
 LATE = ("tests/scheduler/test_overlap.py", "tests/engine/test_embedding.py")
 BESIDE = ("tests/attention/test_flashinfer_wrappers.py", "tests/attention/test_page_tables.py")
 TESTS = {
@@ -96,6 +98,8 @@ TESTS = {
     "optimized/graphs/extend_graph.py": PLAYED + PROMPTS + GRAPHS,
     "optimized/graphs/mixed_graph.py": PLAYED + PROMPTS + GRAPHS,
     "optimized/graphs/token_buffers.py": PLAYED + PROMPTS + GRAPHS,
+    "optimized/graphs/rehearsal.py": VARIANTS + PLAYED,
+    "optimized/graphs/all_steps.py": VARIANTS + PLAYED + GRAPHS + PROMPTS + DRAFTS,
     "optimized/graphs/": PLAYED + GRAPHS + PROMPTS + DRAFTS,
     "optimized/overlap/": LATE + STREAMS,
     "optimized/attention/flashinfer.py": BESIDE + FLASHINFER,

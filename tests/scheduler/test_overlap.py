@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from diptych.optimized.overlap.future_map import FutureMap
+from diptych.optimized.graphs.rehearsal import prompts
+from diptych.optimized.overlap.future_map import FutureMap, count_in_flight
 from diptych.optimized.overlap.streams import OneStream, Pending, Work
 from diptych.optimized.scheduler import Scheduler
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.scheduling.invariants import InvariantViolation
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE
 from diptych.shared.tools.conformance.clauses.clause import Clause
@@ -22,6 +25,7 @@ from diptych.shared.tools.conformance.oracles import scheduler_harness
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 from diptych.shared.tools.conformance.oracles.schedules import random_faults, random_schedule, run_schedule
 from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
+from diptych.shared.types import ForwardMode, Req, SamplingParams
 from tests.changed_modules import Change, changed
 from tests.conformance.fast_cut import fast_clauses
 from tests.properties import HealthCheck, given, settings, st
@@ -169,6 +173,19 @@ def test_places_of_two_batches_never_meet_and_no_batch_is_torn(
         assert max(names) < 0, "what is not below zero is an id"
         assert ring.token_ids[names].tolist() == [100 * number + i for i in range(size)]
         last = places
+
+
+def test_only_tokens_in_flight_are_counted() -> None:
+    """The CPU has counted its own tokens, token 0 as well."""
+    named = replace(prompts([1, 1, 1], torch.device("cpu")), forward_mode=ForwardMode.DECODE)
+    named = replace(named, input_ids=torch.tensor([-3, 0, 7]))
+    resolved = replace(named, input_ids=torch.tensor([5, 0, 7]))
+    params = SamplingParams(frequency_penalty=0.5)
+    reqs = [Req("r", [1], params, seed=0, output_ids=[2]) for _ in range(3)]
+    info = make_sampling_batch_info(reqs, 9, "cpu")
+    before = info.output_counts.clone()
+    count_in_flight(info, named, resolved)
+    assert (info.output_counts - before).nonzero().tolist() == [[0, 5]]
 
 
 def test_a_ring_too_small_for_two_batches_is_refused() -> None:
