@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.optimized.graphs.rehearsal import prompts
 from diptych.shared.tools.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED
 from diptych.shared.tools.conformance.contracts.attention.fp8_pool import SCALES
 from diptych.shared.tools.conformance.oracles.attention_batches import AttentionCase, expect_attention
@@ -141,7 +142,6 @@ CASES = [
     TREE,
     replace(TREE, tail=5),
     replace(TREE, mask="blind"),
-    replace(TREE, requests=((405, 5),)),  # its bits end two bytes behind those of a CTA
     *(replace(batch, kv_scales=scales) for batch in (EXTEND, TREE) for scales in (SCALES, SMALL_K)),
 ]
 
@@ -165,3 +165,15 @@ def test_a_scale_is_split_without_loss(backend: Any, dtype: torch.dtype, k_scale
     assert power * rest == k_scale
     assert power <= 1.0 <= 2 * rest or dtype == torch.float16
     assert torch.equal((q * power).double(), q.double() * power)
+
+
+def test_a_mask_is_packed_to_its_last_bit(backend: Any) -> None:
+    """Its bits end in the first byte of another CTA."""
+    tree = replace(prompts([5], torch.device("cpu")), seq_lens=torch.tensor([410]), seq_lens_cpu=(410,))
+    tree = replace(tree, custom_mask=torch.ones(2050, dtype=torch.bool))
+    packed = sys.modules[MODULES[0]].PackedMask.empty(tree, 410, torch.device("cpu"))
+    packed.bits.zero_()
+    packed.fill(tree)
+    bits = packed.bits[:, None] >> torch.arange(8) & 1
+    assert packed.indptr.tolist() == [0, 257]
+    assert torch.equal(bits.flatten()[:2050].bool(), tree.custom_mask)
