@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -52,16 +53,69 @@ def test_the_engine_answers_in_blocks_beside_plain_requests() -> None:
     assert (refused.status, refused.message) == (400, f"the prompt has the mask token ({MASK_ID})")
 
 
-def test_what_is_out_of_range_is_refused_by_its_name(server: RunningServer) -> None:
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": [5]},
+    "/v1/completions": {"prompt": [5]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "2 + 2"}]},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_out_of_range_is_refused_by_its_name(server: RunningServer, route: str) -> None:
     for fields, message in (
         ({"mask_id": -1}, "mask_id must be a token id, got -1"),
         ({"mask_id": 3, "block_len": 0}, "block_len must be at least 1, got 0"),
         ({"mask_id": 3, "threshold": 2.0}, "threshold must be between 0 and 1, got 2.0"),
         ({"block_len": 4}, "mask_id"),
+        ({"mask_id": 3, "steps": 2}, "steps"),
+        ({"mask_id": 3}, "page_size (1) must be a multiple of block_len (4)"),
+        ({"mask_id": 10**6, "block_len": 1}, "mask_id (1000000) must be below the"),
     ):
-        answer = httpx.post(f"{server.url}/generate", json={"input_ids": [5], "diffusion": fields})
+        answer = httpx.post(f"{server.url}{route}", json={**ROUTES[route], "diffusion": fields})
         assert answer.status_code == 400
         assert message in answer.text
+    if route != "/generate":
+        body = {**ROUTES[route], "diffusion": {"mask_id": 300, "block_len": 1}, "presence_penalty": 0.5}
+        answer = httpx.post(f"{server.url}{route}", json=body)
+        assert answer.status_code == 400
+        assert "diffusion requests do not support presence_penalty" in answer.text
+
+
+def streamed(url: str, body: dict[str, Any]) -> list[list[int]]:
+    """The token ids of each chunk."""
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return [choice["token_ids"] for choice in choices if choice.get("token_ids")]
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 7}
+
+
+def body_of(block_len: int) -> dict[str, Any]:
+    diffusion = {"mask_id": MASK_ID, "block_len": block_len, "threshold": 0.5}
+    fixed = {"max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": PROMPTS[0], "diffusion": diffusion, **fixed, **SAMPLED}
+
+
+def test_completions_and_chats_are_sampled_in_blocks(server: RunningServer) -> None:
+    """Blocks of one token, because the server's pages have one."""
+    body = body_of(1)
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    native = {
+        "input_ids": PROMPTS[0],
+        "diffusion": body["diffusion"],
+        "sampling_params": {"max_new_tokens": 10, "ignore_eos": True, **SAMPLED},
+    }
+    expected = httpx.post(f"{server.url}/generate", json=native, timeout=60).json()["output_ids"]
+    assert whole["token_ids"] == expected
+    assert [i for ids in streamed(f"{server.url}/v1/completions", body) for i in ids] == expected
+    del body["prompt"]
+    chat = {**body, "messages": [{"role": "user", "content": "2 + 2"}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    ids = [i for chunk in streamed(f"{server.url}/v1/chat/completions", chat) for i in chunk]
+    assert answer["choices"][0]["token_ids"] == ids
+    assert len(ids) == 10
 
 
 @pytest.mark.full
@@ -71,6 +125,11 @@ def test_a_server_gives_the_offline_answers() -> None:
         "diffusion": {"mask_id": MASK_ID, "block_len": 4, "threshold": 0.5},
         "sampling_params": {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True},
     }
+    sampling = GREEDY.updated(**SAMPLED)
+    expected = engine().generate(PROMPTS[0], sampling, diffusion=PARAMS, progress=False).output_ids
     with serving("--page-size", "4", "--max-total-tokens", "512") as server:
         found = httpx.post(f"{server.url}/generate", json=body, timeout=60).json()
+        chunks = streamed(f"{server.url}/v1/completions", body_of(4))
     assert [each["output_ids"] for each in found] == answers(engine())
+    assert [len(chunk) for chunk in chunks] == [3, 4, 3]
+    assert [i for chunk in chunks for i in chunk] == expected

@@ -14,7 +14,7 @@ from diptych.shared.server.api.generation import Generation
 from diptych.shared.server.api.native_protocol import NativeRequest, NativeSamplingParams
 from diptych.shared.server.api.state import ServerState
 from diptych.shared.server.http.errors import ApiError, bad_request, first_word, renamed
-from diptych.shared.types import DiffusionParams, SamplingParams
+from diptych.shared.types import SamplingParams
 
 OF_A_PROMPT = ("return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob")
 """Fields of the body that are fields of SamplingParams."""
@@ -62,7 +62,7 @@ async def start_native(body: NativeRequest, state: ServerState) -> Generation:
         routing_key=body.routing_key,
         lora=loras,
         input_embeds=embeds,
-        diffusion=_diffusion(body),
+        diffusion=None if body.diffusion is None else body.diffusion.params(),
         name=options.names(),
         keeps_aborted=True,
     )
@@ -109,15 +109,6 @@ def _prompts(body: NativeRequest) -> tuple[str, list[Any]]:
     rows: Any = body.input_embeds
     is_several = bool(rows) and bool(rows[0]) and isinstance(rows[0][0], list)
     return "input_embeds", rows if is_several else [rows]
-
-
-def _diffusion(body: NativeRequest) -> DiffusionParams | None:
-    if body.diffusion is None:
-        return None
-    try:
-        return DiffusionParams(**body.diffusion.model_dump())
-    except ValueError as error:
-        raise bad_request(str(error), f"diffusion.{first_word(error)}") from None
 
 
 def _is_nested(value: Any) -> bool:

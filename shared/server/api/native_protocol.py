@@ -11,7 +11,7 @@ from diptych.shared.server.api.field_types import MAX_SAMPLES, Id, Int64, Key, N
 from diptych.shared.server.api.grammar_fields import Choices, Schema
 from diptych.shared.server.api.protocol import Message, Tool
 from diptych.shared.server.api.sampling_fields import texts_of
-from diptych.shared.server.api.token_fields import biases_of
+from diptych.shared.server.api.token_fields import DiffusionFields, biases_of
 from diptych.shared.server.http.limits import MAX_ID_CHARS
 
 
@@ -98,14 +98,6 @@ class NativeSamplingParams(Body):
         }
 
 
-class NativeDiffusion(Body):
-    """Fields of DiffusionParams."""
-
-    mask_id: int
-    block_len: int = 4
-    threshold: float = 0.95
-
-
 class NativeRequest(Body):
     """/generate, in the manner of SGLang's native endpoint: streamed texts are cumulative. Where a field
     takes a list, it has an entry for each prompt."""
@@ -127,7 +119,7 @@ class NativeRequest(Body):
     routing_key: Key | None = None
     cache_salt: Key | None = None
     extra_key: Key | None = None
-    diffusion: NativeDiffusion | None = None
+    diffusion: DiffusionFields | None = None
     lora_path: str | list[str | None] | None = None  # SGLang's word for the name of a loaded adapter
     rid: Id | list[Id] | None = None  # echoed, and a name for /abort_request
 

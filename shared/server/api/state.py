@@ -90,6 +90,7 @@ class ServerState:
             routing_key=body.routing_key,
             lora=self.adapter_of(body.model),
             images=images,
+            diffusion=None if body.diffusion is None else body.diffusion.params(),
             name=body.rid,
             form=form,
         )

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.field_types import Id, Key, NumLogprobs, TokenIds
-from diptych.shared.server.http.errors import bad_request
+from diptych.shared.server.http.errors import bad_request, first_word
+from diptych.shared.types import DiffusionParams
 
 MAX_BIAS = 100
 """OpenAI's limit. Its negative bans a token."""
@@ -33,6 +34,20 @@ class TruncationFields(Body):
         return prompt[:most] if self.truncation_side == "right" else prompt[len(prompt) - most :]
 
 
+class DiffusionFields(Body):
+    """Fields of DiffusionParams."""
+
+    mask_id: int
+    block_len: int = 4
+    threshold: float = 0.95
+
+    def params(self) -> DiffusionParams:
+        try:
+            return DiffusionParams(**self.model_dump())
+        except ValueError as error:
+            raise bad_request(str(error), f"diffusion.{first_word(error)}") from None
+
+
 class TokenFields(TruncationFields):
     """Names are those of vLLM and SGLang."""
 
@@ -43,6 +58,7 @@ class TokenFields(TruncationFields):
     return_token_ids: bool | None = None  # None: where there is no tokenizer, so no text
     rid: Id | None = None
     extra_key: Key | None = None
+    diffusion: DiffusionFields | None = None  # None: token by token
 
     def token_params(self, num_logprobs: int | None) -> dict[str, Any]:
         """Fields of SamplingParams. num_logprobs: alternatives beside each output token, if any."""
