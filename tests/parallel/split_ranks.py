@@ -100,13 +100,16 @@ class Server:
         return [result for _, result, _ in found]
 
     def check_whole(self) -> None:
-        """Nothing is owned by anything on any rank."""
+        """Nothing is owned by anything on any rank, and all have cached the same in the same slots."""
 
-        def check(assembly: Assembly) -> None:
+        def cached(assembly: Assembly) -> list[int]:
             parts = assembly.parts
             check_idle(parts.allocator, parts.req_to_token_pool, parts.tree_cache)
+            slots: list[int] = parts.allocator.free_slots().tolist()
+            return slots
 
-        self.on_each(check)
+        first, *others = self.on_each(cached)
+        assert all(other == first for other in others)
         assert self.scheduler.flush_cache()
         sizes = self.on_each(lambda each: each.parts.allocator.size - each.parts.allocator.available_size())
         assert sizes == [0] * self.config.tp

@@ -67,6 +67,7 @@ MODES = {
     "shared memory": Mode(("--disaggregation", "--use", "transport=shared_memory"), "prefill engine"),
     "router": Mode(("--in-process",), num_servers=2),
     "split servers": Mode(num_servers=4, num_prefill=2),
+    "split servers, tp": Mode(("--tp", "2"), "rank", num_servers=4, num_prefill=2),
 }
 
 
@@ -304,7 +305,7 @@ class Round:
             clients.wait(NUM_ANSWERS)
             self._pause()
             lost = self.servers.pop(self.rng.randrange(self.mode.num_servers))
-            self._kill(lost, ["API"])
+            self._kill(lost, [self.rng.choice(["API", self.mode.child or "API"])])
             lost.popen.wait(END_SECONDS)
             clients.wait(2 * NUM_ANSWERS)
 
