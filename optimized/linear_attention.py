@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
+from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs, keeps_at_once
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
 from diptych.optimized.kernels.recurrence.step_tables import (
@@ -83,6 +83,7 @@ class LinearAttention(interface.LinearAttention):
         o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
         delta_rule(c, g, beta, o, rows, layer, plan)
         delta_chunks(c, g, beta, o, rows.states, config, plan)
-        keep_inputs(u, g, beta, rows, plan)
+        if not keeps_at_once(rows, plan):
+            keep_inputs(u, g, beta, rows, plan)
         return o
         # --8<-- [end:linear-attention-run]

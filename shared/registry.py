@@ -70,6 +70,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "linear_attention": {
         "reference": "diptych.reference.linear_attention:LinearAttention",
         "optimized": "diptych.optimized.linear_attention:LinearAttention",
+        "deterministic": "diptych.optimized.modes.deterministic:DeterministicLinearAttention",
     },
     "layers": {"reference": "diptych.reference.layers", "optimized": "diptych.optimized.layers"},
     "quantization": {
@@ -130,6 +131,7 @@ DETERMINISTIC: dict[str, dict[str, str]] = {
     },
     "optimized": {
         "attention": "diptych.optimized.attention.fixed_split:DeterministicAttention",
+        "linear_attention": "diptych.optimized.modes.deterministic:DeterministicLinearAttention",
         "model_runner": "diptych.optimized.modes.deterministic:DeterministicModelRunner",
         "sampler": "diptych.optimized.modes.deterministic:DeterministicSampler",
     },

@@ -2,8 +2,9 @@
 
 Differs from reference: tokens are computed together, by kernels whose rows do not depend on each other. Each
 sum has one order: GEMMs go through all columns (fixed_order_gemm.py), attention through the keys by position
-(fixed_split_attention.py), experts have one size of tile. Norms, activations and the sum over experts already
-work row by row. Loses split-K, GEMVs and fused norms. Graphs, chunks and cache hits stay as they are.
+(fixed_split_attention.py), linear attention goes token by token (delta_tokens.py), experts have one size of
+tile. Norms, activations and the sum over experts already work row by row. Loses split-K, GEMVs, fused norms,
+and the chunks of linear attention. Graphs, chunks and cache hits stay as they are.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from typing import Any
 
 import torch
 
+from diptych.optimized.kernels.recurrence.convolve import keep_inputs
+from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
+from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
+from diptych.optimized.linear_attention import LinearAttention
 from diptych.optimized.model_runner import ModelRunner
 from diptych.optimized.sampler import Sampler
 from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
+from diptych.shared.interfaces.linear_attention import LinearLayer
 from diptych.shared.interfaces.model_runner import NO_FEATURES, RunnerFeatures
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -54,3 +60,21 @@ class DeterministicSampler(Sampler):
         if info.return_logprob:
             info = replace(info, is_all_greedy=False, needs_filter=True)
         return super().sample(logits, info, positions)
+
+
+class DeterministicLinearAttention(LinearAttention):
+    """Token by token in every kind of step, by one kernel."""
+
+    is_deterministic = True
+
+    def run(
+        self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: LinearSteps
+    ) -> torch.Tensor:
+        config, i = layer.config, layer.layer_id
+        pool = self.pool
+        rows = LayerRows(pool.inputs[i], pool.recurrent[i], pool.held_inputs[i], pool.held_gates[i])
+        g, beta = g.contiguous(), beta.contiguous()
+        o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
+        delta_tokens(u, g, beta, o, rows, layer, plan)
+        keep_inputs(u, g, beta, rows, plan)
+        return o

@@ -8,6 +8,7 @@ the token's position alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -32,17 +33,27 @@ from diptych.shared.types import (
 class DeterministicModelRunner(ModelRunner):
     """Supports causal batches: EXTEND, MIXED, DECODE, and TARGET_VERIFY of chains."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.behind_drafts: dict[int, tuple[int, list[list[torch.Tensor]]]] = {}
+        """Row of the pool of states -> position of its first draft, and the states behind 0, 1, ... drafts"""
+
     # --8<-- [start:deterministic-model]
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:
             return super().forward(forward_batch)
         hidden, captured = [], []
-        for token in each_token_alone(forward_batch):
+        tokens = each_token_alone(forward_batch)
+        if self.linear_attention is not None:
+            tokens = self._with_draft_states(forward_batch, tokens)
+        for token in tokens:
             if self.lora is not None:
                 self.lora.prepare(token)
             plan = self.attention.plan(token)
-            attention = BatchAttention(self.attention, plan, self.kv_pool, token.out_cache_loc)
+            linear = None if self.linear_attention is None else self.linear_attention.for_batch(token)
+            loc = token.out_cache_loc
+            attention = BatchAttention(self.attention, plan, self.kv_pool, loc, linear=linear)
             states, states_captured = run_model(self.model, token, attention, self.capture_hidden)
             hidden.append(states)
             captured.append(states_captured)
@@ -59,8 +70,41 @@ class DeterministicModelRunner(ModelRunner):
         empty = no_hidden_states(self.model, self.capture_hidden)
         return LogitsOutput(logits, input_logprobs, torch.cat([empty, *captured]))  # type: ignore[list-item]
 
+    def _with_draft_states(
+        self, batch: ForwardBatch, tokens: Iterable[ForwardBatch]
+    ) -> Iterator[ForwardBatch]:
+        """The same tokens, each to be computed before the next one is asked for. Drafts are computed as other
+        tokens are, one after the other. So a verify step keeps the state behind each, and the next step of
+        the row goes on from that behind the last accepted one."""
+        linear: Any = self.linear_attention
+        pool, is_verify = linear.pool, batch.forward_mode is ForwardMode.TARGET_VERIFY
+        buffers = pool.inputs, pool.recurrent
 
-def each_token_alone(batch: ForwardBatch) -> list[ForwardBatch]:
+        def keep(row: int) -> None:
+            self.behind_drafts[row][1].append([buffer[:, row].clone() for buffer in buffers])
+
+        def go_on_from(row: int, states: list[torch.Tensor]) -> None:
+            for buffer, state in zip(buffers, states):
+                buffer[:, row] = state
+
+        rows = batch.req_pool_indices.tolist()
+        for row, end, num in zip(rows, batch.seq_lens_cpu, batch.extend_seq_lens_cpu):
+            start, (first, states) = end - num, self.behind_drafts.pop(row, (0, []))
+            if states and start > 0 and row not in pool.loads:  # the request that had the row
+                go_on_from(row, states[start - first])
+                pool.num_seen[row] = start
+            if is_verify:
+                self.behind_drafts[row] = (start, [])
+                keep(row)
+        for token in tokens:
+            yield token
+            if is_verify:
+                keep(int(token.req_pool_indices))
+        for row in rows if is_verify else ():
+            go_on_from(row, self.behind_drafts[row][1][0])
+
+
+def each_token_alone(batch: ForwardBatch) -> Iterable[ForwardBatch]:
     """One decode batch of a single token for each token of the batch, those of a request in order, so that a
     token's KV is written before the next token reads it. Raises `ValueError` for a mask, whose order of keys
     is not that of positions."""

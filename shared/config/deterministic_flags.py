@@ -6,7 +6,15 @@ from diptych.shared.config.model import ModelConfig
 from diptych.shared.config.speculation_flags import draft_shape
 from diptych.shared.flags.engine_flags import EngineFlags
 
-NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "sampler")
+NUMERIC_COMPONENTS = (
+    "attention",
+    "linear_attention",
+    "layers",
+    "moe",
+    "models",
+    "model_runner",
+    "sampler",
+)
 """Components that compute logits or log-probabilities. The mode brings its own."""
 
 

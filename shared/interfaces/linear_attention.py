@@ -147,6 +147,9 @@ class LinearAttention(ABC):
 
     supports_cuda_graph: bool = False
     supports_drafts: bool = False
+    is_deterministic: bool = False
+    """The bits of an output and of a state depend on the request's tokens up to there alone: not on other
+    requests, or on how its tokens, accepted drafts among them, are divided into steps."""
 
     @abstractmethod
     def __init__(self, pool: StatePool) -> None: ...

@@ -186,7 +186,6 @@ REFUSED: list[dict[str, Any]] = [
     {"speculative": "ngram"},  # with trees
     {"max_loras_per_batch": 2},
     {"hicache_tokens": 64},
-    {"deterministic": True},
     {"tp": 2},
     {"pp": 2},
     {"disaggregation": True},

@@ -210,8 +210,6 @@ def keep_inputs(
     u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, rows: LayerRows, steps: LinearSteps
 ) -> None:
     """Update `inputs` of the rows and checkpoints of the step; in a verify step also what rows hold."""
-    if keeps_at_once(rows, steps):
-        return
     num_channels, num_heads, block = u.shape[1], g.shape[1], _block(u.shape[1])
     assert num_heads <= block
     _keep_inputs_kernel[(steps.num_requests, triton.cdiv(num_channels, block))](

@@ -105,6 +105,10 @@ OPTIMIZED(
      "[tables.requests], [steps.requests]"),
 )  # fmt: skip
 OPTIMIZED(
+    "SaysItIsDeterministic", "Prompts go in chunks, whose sums round in another order than the recurrence.",
+    (FILE, "supports_drafts = True", "supports_drafts = is_deterministic = True"),
+)  # fmt: skip
+OPTIMIZED(
     "HoldsNoGates", "Decay and write strength of accepted drafts are those of an earlier step.",
     ("kernels.recurrence.convolve", "if tl.program_id(1) == 0:", "if tl.program_id(1) < 0:"),
 )  # fmt: skip

@@ -58,7 +58,6 @@ def refuse_flags(plan: Plan, what: str, **more: Any) -> None:
     refused = {
         "lora_paths": config.lora_paths or config.max_loras_per_batch,
         "hicache_tokens": config.hicache_tokens,
-        "deterministic": config.deterministic,
         "tp": config.tp > 1,
         "pp": config.pp > 1,
         "dp_attention": config.dp_attention,
@@ -80,6 +79,7 @@ class LayersThatDiffer(Feature):
         refuse_flags(
             self.plan,
             "the layers",
+            deterministic=config.deterministic,
             speculative=config.speculative,
             quantization=self.plan.model_config.quantization,
         )

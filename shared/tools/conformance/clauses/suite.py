@@ -53,7 +53,9 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ),
     "chunk_cache": ("chunk_cache.requests", "radix_cache.request_lives"),
     "kv_cache": ("kv_cache.rows", "kv_cache.passes"),
-    "linear_attention": ("linear_attention.recurrence", "linear_attention.checkpoints"),
+    "linear_attention": (
+        *("linear_attention.recurrence", "linear_attention.checkpoints", "linear_attention.independence"),
+    ),
     "attention": (
         "attention.batches",
         "attention.layers",
