@@ -82,12 +82,12 @@ DRAFTS = {
     "speculative": "ngram", "speculative_topk": 1, "speculative_num_steps": 3,
     "use": {"drafter": f"{drafts.__name__}:KnowsAnswers"},
 }  # fmt: skip
-SHORT = {"max_total_tokens": 40, "schedule_conservativeness": 0.01, "chunked_prefill_size": 16}
+SHORT = {"max_total_tokens": 57, "schedule_conservativeness": 0.01, "chunked_prefill_size": 16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed chunks": {"chunked_prefill_size": 11, "enable_mixed_chunk": True, "page_size": 4},
     "drafts": {**DRAFTS, "chunked_prefill_size": 24},
     "short memory": SHORT,
-    "drafts in short memory": {**DRAFTS, **SHORT, "max_total_tokens": 44},
+    "drafts in short memory": {**DRAFTS, **SHORT, "max_total_tokens": 64},
 }
 FAST = ("mixed chunks", "drafts")
 
