@@ -16,7 +16,9 @@ import torch
 
 from diptych.reference.model_runner import ModelRunner
 from diptych.reference.sampler import Sampler
+from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.model_runner import NO_FEATURES, RunnerFeatures
 from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.sampling.logprobs import input_logprobs_of
 from diptych.shared.sampling.processors import ProcessorRows
@@ -33,16 +35,22 @@ from diptych.shared.types import (
 class DeterministicModelRunner(ModelRunner):
     """Supports causal batches: EXTEND, MIXED, DECODE, and TARGET_VERIFY of chains."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        features: RunnerFeatures = NO_FEATURES,
+    ) -> None:
+        super().__init__(model, attention, kv_pool, features)
         self.behind_drafts: dict[int, tuple[int, list[list[torch.Tensor]]]] = {}
         """Row of the pool of states -> position of its first draft, and the states behind 0, 1, ... drafts"""
 
-    # --8<-- [start:deterministic-model]
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:
             return super().forward(forward_batch)
+        # --8<-- [start:deterministic-model]
         hidden, captured = [], []
         tokens = each_token_alone(forward_batch)
         if self.linear_attention is not None:

@@ -67,7 +67,6 @@ def _delta_tokens_kernel(
     if NODES > 0:
         num_accepted = tl.load(accepted_ptr + number).to(tl.int32)
 
-    # --8<-- [start:one-loop]
     for at in range(0 - num_accepted, tl.maximum(num_kept, num_nodes).to(tl.int32)):
         q = convolved(
             u_ptr, held_ptr, inputs_ptr, weight_ptr, first_token, num_accepted, at, is_first,
@@ -83,7 +82,9 @@ def _delta_tokens_kernel(
         )  # fmt: skip
         q, k = unit(q, 0) * scale, unit(k, 0)
         token = (first_token + at).to(tl.int64)
-        gate, strength = g_ptr + token * HEADS + head, beta_ptr + token * HEADS + head
+        # --8<-- [start:one-loop]
+        gate = g_ptr + token * HEADS + head
+        strength = beta_ptr + token * HEADS + head
         if at < 0:  # an accepted draft of the last step
             gate = gates_ptr + 2 * HEADS * (at + num_accepted)
             strength = gate + HEADS
