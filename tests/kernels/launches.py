@@ -26,8 +26,6 @@ from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.silu_and_mul import act_and_mul
 from diptych.optimized.kernels.moe import moe_tiles
-from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
-from diptych.optimized.kernels.moe.local_experts import local_experts
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.moe.moe_combine import combine
 from diptych.optimized.kernels.moe.moe_gemm import down_gemm, up_gemm
@@ -44,11 +42,10 @@ from diptych.optimized.sampler import Sampler
 from diptych.shared.config import read_config
 from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.interfaces import TopKOutput
-from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 from diptych.shared.types import SamplingBatchInfo
 from diptych.shared.types.attention import FP8
 from diptych.shared.types.quant_scheme import QuantScheme
-from tests.kernels.mode_launches import linear_attention, lora, mla
+from tests.kernels.mode_launches import linear_attention, local, lora, mla
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
@@ -270,22 +267,14 @@ def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greed
     Sampler().sample(torch.empty(num_rows, vocab_size), info, positions)
 
 
-def local(num_tokens: int) -> None:
-    """The experts of a rank among 128 with 16 redundant ones."""
-    with torch.device("cpu"):
-        experts = in_order(1, 128, 144)
-    placement = ExpertPlacement(experts, 0, torch.get_default_device())
-    local_experts(torch.empty(num_tokens, 8, dtype=torch.int32), placement, 72, 72)
-    rows, counts = torch.empty(num_tokens, 2080, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
-    gathered_experts(rows[:, :8].view(torch.float32), rows[:, 8:16], counts, 64, 64)
-
-
 def one_shot(size: int, hidden: int, dtype: torch.dtype) -> None:
-    """The sum alone, and with the residual and a norm."""
+    """The sum alone, with the residual and a norm, and in parts; rows that are gathered."""
     inboxes = [torch.empty(2, size, 1 << 18, dtype=torch.int64) for _ in range(size)]
     all_reduce = OneShotAllReduce(inboxes, rank=0)
     x, weight = torch.empty(5, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     all_reduce(x)
+    all_reduce.gather(torch.empty(5, hidden, dtype=torch.int32))
+    all_reduce.reduce_scatter(torch.empty(5 * size, hidden, dtype=dtype))
     for unit_offset in (False, True):
         all_reduce.add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset)
 

@@ -10,6 +10,8 @@ from diptych.optimized.kernels.attention.mla_extend import mla_extend
 from diptych.optimized.kernels.attention.mla_rope_store import mla_rope_store
 from diptych.optimized.kernels.attention.mla_small_batch import absorb_few
 from diptych.optimized.kernels.linear.lora_linear import BLOCK_M, expand_add, shrink
+from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
+from diptych.optimized.kernels.moe.local_experts import local_experts
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
@@ -18,6 +20,7 @@ from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_head
 from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
 from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.interfaces.linear_attention import LinearLayer
+from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 
 
 def mla(
@@ -96,3 +99,13 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
         convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
     norm_and_gate(o, z, torch.empty(v_dim), 1e-6)
     gate_heads(o.flatten(1), z.unflatten(1, (heads, v_dim)))
+
+
+def local(num_tokens: int) -> None:
+    """The experts of a rank among 128 with 16 redundant ones."""
+    with torch.device("cpu"):
+        experts = in_order(1, 128, 144)
+    placement = ExpertPlacement(experts, 0, torch.get_default_device())
+    local_experts(torch.empty(num_tokens, 8, dtype=torch.int32), placement, 72, 72)
+    rows, counts = torch.empty(num_tokens, 2080, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    gathered_experts(rows[:, :8].view(torch.float32), rows[:, 8:16], counts, 64, 64)

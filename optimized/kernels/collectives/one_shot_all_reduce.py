@@ -203,7 +203,8 @@ def _one_shot_scatter_kernel(
 ):  # fmt: skip
     offsets = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     words = (tl.program_id(0) * (BLOCK // PER_WORD) + tl.arange(0, BLOCK // PER_WORD))[None, :]
-    mask, dtype = offsets < n, x_ptr.dtype.element_ty
+    mask = offsets < n
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
