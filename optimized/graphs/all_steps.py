@@ -22,7 +22,7 @@ from diptych.optimized.graphs.rehearsal import (
 )
 from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
-from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, verify_batch_sizes
+from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows, verify_batch_sizes
 from diptych.optimized.kernels.compile_ahead import compile_ahead
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.speculation_flags import draft_shape, possible_shapes
@@ -55,8 +55,9 @@ class AllSteps:
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)
         ]
         self.blocks: list[BatchSteps] = []
-        if config.cuda_graph_block_len is not None and linear is None:
-            n = config.cuda_graph_block_len
+        n = config.cuda_graph_block_len
+        takes_blocks = linear is None and attention.accepts_seq_len_upper_bounds
+        if n is not None and takes_blocks and not has_windows(model.config):
             buffers = VerifyBuffers(verify_batch_sizes(config, n), n, has_mask=True, device=self.device)
             self.blocks = [over(buffers)]
             self.blocks[0].captures_sampler = False  # it gives log-probabilities, which no graph does

@@ -12,11 +12,17 @@ from bisect import bisect_right
 import torch
 
 from diptych.optimized.graphs.decode_graph import PaddedVectors, SamplingKind, captured_batch_sizes
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 MAX_TOKENS = 512
 """The number of nodes of all requests beyond which a step takes longer than launching its kernels."""
+
+
+def has_windows(model: ModelConfig) -> bool:
+    """Whether a layer counts positions. Under a `tree_mask` it counts along a branch, which a block of block
+    diffusion does not have."""
+    return max(model.sliding_windows, default=-1) >= 0 or any(model.attention_chunks)
 
 
 def verify_batch_sizes(config: EngineConfig, num_nodes: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diptych.optimized.decoding import PlainDecoding
-from diptych.optimized.graphs.verify_graph import MAX_TOKENS
+from diptych.optimized.graphs.verify_graph import MAX_TOKENS, has_windows
 from diptych.optimized.overlap.in_flight import InFlight
 from diptych.optimized.schedule_batch import visible_in_blocks
 from diptych.optimized.scheduler import Scheduler
@@ -188,8 +188,7 @@ class DiffusionDecoding(PlainDecoding):
         ends = [block_of(req)[1] for req in reqs]
         lens = torch.full((n,), block_len, dtype=torch.int64, device=device)
         masks: dict[str, Any] = {}
-        if max(config.sliding_windows, default=-1) >= 0 or any(config.attention_chunks):
-            # A window counts positions; under a tree_mask it would count along a branch.
+        if has_windows(config):
             masks["custom_mask"] = visible_in_blocks(reqs, ends, [block_len] * n, device)
         else:
             masks["tree_mask"] = torch.ones(n, block_len, block_len, dtype=torch.bool, device=device)

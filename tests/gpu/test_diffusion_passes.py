@@ -39,13 +39,9 @@ def test_float32_answers_are_the_references(block_len: int) -> None:
         assert answers(llm, params) == expected
         is_replayed = llm.assembly.parts.model_runner.replays.steps > before
         assert is_replayed == (flags == {"cuda_graph_block_len": block_len})
-        assert [
-            answer for p, s in zip(PROMPTS, SAMPLING) for answer in [alone(llm, p, s, params)]
-        ] == expected
-
-
-def alone(llm: LLM, prompt: list[int], sampling: SamplingParams, params: DiffusionParams) -> list[int]:
-    return llm.generate(prompt, sampling, diffusion=params, progress=False).output_ids
+        for prompt, sampling, answer in zip(PROMPTS, SAMPLING, expected):  # alone
+            output = llm.generate(prompt, sampling, diffusion=params, progress=False)
+            assert output.output_ids == answer
 
 
 def test_replays_are_what_is_launched() -> None:

@@ -23,7 +23,7 @@ NUM_REPEATS = 3
 
 
 class CountedPasses:
-    """Counts an engine's passes over blocks, and the blocks of each: `num_blocks` is their sum."""
+    """`num_blocks`: the blocks of all passes of an engine, each as often as it was computed."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_blocks = 0
