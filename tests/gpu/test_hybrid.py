@@ -22,6 +22,7 @@ from diptych.shared.tools.conformance.diff.lockstep import Lockstep
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.tools.conformance.oracles.linear_batches import LinearCase
 from diptych.shared.types import GenerateOutput, SamplingParams
+from tests.engine.deterministic_answers import expect_same_bits
 
 from .harness import name_of, optimized
 
@@ -141,6 +142,26 @@ def test_float32_ops_are_the_references(name: str, flags: dict[str, Any], folder
     assert outcome.divergence is None, outcome.divergence.rows()
     assert outcome.finished
     assert outcome.num_tokens > 250
+
+
+DRAFTS = {"speculative": "ngram", "speculative_topk": 1, "speculative_num_steps": 3}
+DETERMINISTIC: tuple[dict[str, Any], ...] = (FLAGS[1], FLAGS[4], DRAFTS)
+
+
+@pytest.mark.parametrize("flags", DETERMINISTIC, ids=name_of)
+def test_deterministic_answers_have_the_bits_of_a_cold_request(
+    flags: dict[str, Any], folders: dict[str, str]
+) -> None:
+    """Crowded, and with hits of the prefix cache; decode and verify steps in graphs."""
+    fields = {"deterministic": True, "dtype": "bfloat16", "max_total_tokens": 2048}
+    prompts, params = prompts_of(*PROMPT_LENS), GREEDY.updated(return_logprob=True)
+    cold = optimized(folders["wide"], **{**fields, "disable_radix_cache": True})
+    alone = [cold.generate(prompt, params, progress=False) for prompt in prompts]
+    llm = optimized(folders["wide"], **{**fields, **flags})
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, progress=False)
+        expect_same_bits("beside others", outputs, alone)  # type: ignore[arg-type]
+    assert any(output.num_cached_tokens > 0 for output in outputs)
 
 
 def test_retracted_and_aborted_requests_leave_nothing(folders: dict[str, str]) -> None:

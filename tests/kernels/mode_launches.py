@@ -16,6 +16,7 @@ from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
+from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
 from diptych.shared.config.model import LinearAttentionConfig
@@ -94,6 +95,7 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
     c, o = convolve(u, rows, weight, steps), u.new_empty(num_tokens, heads, v_dim)
     delta_rule(c, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     delta_chunks(c, g, beta, o, rows.states, config, steps)
+    delta_tokens(u, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     keep_inputs(u, g, beta, rows, steps)
     if not num_held:
         convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
