@@ -147,7 +147,7 @@ def scheduling(results: Results) -> Rows:
     most = max(r["num_waiting"] for r in results)
     for r in sorted(results, key=lambda r: r["num_waiting"]):
         row = rows.setdefault((r["policy"], r["panel"]), [r["policy"], r["panel"]])
-        row.append(f"{ms(min(r['blocks_s']))} / {ms(statistics.median(r['blocks_s']))}")
+        row.append(f"{ms(r['least_s'])} / {ms(r['median_s'])}")
         if r["num_waiting"] == most:
             row.append(ms(r["first_pass_s"], 1))
     return rows.values()
@@ -156,7 +156,7 @@ def scheduling(results: Results) -> Rows:
 def scheduling_medians(results: Results) -> Rows:
     """By policy: each panel with the fewest and the most waiting requests."""
     numbers = [r["num_waiting"] for r in results]
-    medians = {(r["policy"], r["panel"], r["num_waiting"]): statistics.median(r["blocks_s"]) for r in results}
+    medians = {(r["policy"], r["panel"], r["num_waiting"]): r["median_s"] for r in results}
     columns = [(panel, n) for panel in PANELS for n in (min(numbers), max(numbers))]
     for policy in dict.fromkeys(r["policy"] for r in results):
         yield [policy, *(ms(medians[policy, panel, n]) for panel, n in columns)]

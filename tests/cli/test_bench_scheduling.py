@@ -37,7 +37,7 @@ def test_scheduling(diptych: Diptych, tmp_path: Path) -> None:
         for policy in ("lof", "dfs-weight")
         for number in (0, 9)
     )
-    assert all(one["first_pass_s"] > 0 and min(one["blocks_s"]) > 0 for one in data["results"])
+    assert all(one["first_pass_s"] > 0 and one["median_s"] >= one["least_s"] > 0 for one in data["results"])
 
 
 @pytest.mark.parametrize("others", [{}, {"num_adapters": 3, "num_cached": 1000}], ids=["alone", "others"])

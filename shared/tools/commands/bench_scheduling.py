@@ -68,7 +68,8 @@ class SchedulingBenchmark(Benchmark):
         )
 
     def as_json(self, result: SchedulingResult) -> dict[str, Any]:
-        return asdict(result.case) | {"first_pass_s": result.first_pass, "blocks_s": result.blocks}
+        blocks = {"num_blocks": len(result.blocks), "least_s": result.least, "median_s": result.median}
+        return asdict(result.case) | {"first_pass_s": result.first_pass} | blocks
 
     def draw(self, file: Path, results: list[SchedulingResult]) -> None:
         from diptych.shared.tools.bench import plots
