@@ -9,6 +9,7 @@ import test_hybrid_speculation as drafts
 import torch
 from model_harness import random_hf_model
 
+from diptych.shared import registry
 from diptych.shared.engine.llm import LLM
 from diptych.shared.scheduling import state_checkpoints
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
@@ -110,6 +111,16 @@ def test_bits_are_those_of_a_request_alone(
     else:
         assert all(output.num_cached_tokens >= 16 for output in warm if output.num_prompt_tokens > 16)
     assert "drafts" not in setting or stats.speculation.num_accepted_tokens > len(alone)
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+def test_the_engine_has_the_parts_of_the_mode(panel: str, model: str) -> None:
+    parts = engine(model, panel).assembly.parts
+    runner: Any = parts.model_runner
+    found = {"attention": runner.attention, "linear_attention": runner.linear_attention}
+    found |= {"model_runner": runner, "sampler": parts.sampler}
+    for name in registry.DETERMINISTIC[panel]:
+        assert isinstance(found[name], registry.load_deterministic(panel, name)), name
 
 
 @pytest.mark.full

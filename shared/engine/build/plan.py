@@ -57,7 +57,12 @@ class Plan:
 
     def component(self, name: str) -> Any:
         """The chosen implementation of a component, loaded now."""
-        return self.given.get(name) or registry.load(name, self.selection[name])
+        if name in self.given:
+            return self.given[name]
+        of_mode = None
+        if self.config.deterministic:
+            of_mode = registry.load_deterministic(str(self.config.panel), name)
+        return of_mode or registry.load(name, self.selection[name])
 
 
 def make_plan(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from diptych.shared import registry
 from diptych.shared.config.deterministic_flags import check_deterministic_model
 from diptych.shared.engine import kernel_cache
 from diptych.shared.engine.build.features import Feature
@@ -24,8 +22,3 @@ class Deterministic(Feature):
 
     def check(self) -> None:
         check_deterministic_model(self.plan.config, self.plan.model_config)
-
-    def implementation(self, component: str, impl: Any) -> Any:
-        if component in self.plan.given:
-            return impl
-        return registry.load_deterministic(str(self.plan.config.panel), component) or impl
