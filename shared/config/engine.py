@@ -37,11 +37,8 @@ class EngineConfig(EngineFlags):
                 f"give cuda_graph_bs ({self.cuda_graph_bs!r}) or cuda_graph_max_bs "
                 f"({self.cuda_graph_max_bs}), not both"
             )
-        if self.cuda_graph_block_len is not None and self.speculative is not None:
-            raise ValueError(
-                f"cuda_graph_block_len ({self.cuda_graph_block_len}) does not work with "
-                f"speculative={self.speculative}: such an engine refuses block diffusion"
-            )
+        if self.cuda_graph_block_len is not None:
+            check_block_len(self, self.cuda_graph_block_len)
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ValueError(
                 f"chunked_prefill_size ({self.chunked_prefill_size}) must be at least page_size "
@@ -58,6 +55,24 @@ class EngineConfig(EngineFlags):
         if unknown:
             raise ValueError(f"unknown flag {', '.join(unknown)}; the flags are {', '.join(sorted(FLAGS))}")
         return replace(self, **changes)
+
+
+def check_block_len(config: EngineConfig, block_len: int) -> None:
+    """Raise `ValueError` for flags with which an engine refuses block diffusion: it would capture in vain."""
+    plain = ("deterministic", "enable_mixed_chunk", "disaggregation", "dp_attention")
+    alone: list[tuple[str, Any]] = [(name, False) for name in plain]
+    alone += [(name, None) for name in ("speculative", "hicache_tokens", "disaggregation_mode")]
+    for name, only in (*alone, ("tp", 1), ("pp", 1), ("dp", 1)):
+        if getattr(config, name) != only:
+            raise ValueError(
+                f"cuda_graph_block_len ({block_len}) does not work with {name}={getattr(config, name)}: "
+                "such an engine refuses block diffusion"
+            )
+    if config.page_size % block_len:
+        raise ValueError(
+            f"page_size ({config.page_size}) must be a multiple of cuda_graph_block_len ({block_len}): "
+            "a page has whole blocks"
+        )
 
 
 def without_speculation(config: EngineConfig) -> EngineConfig:

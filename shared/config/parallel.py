@@ -23,7 +23,7 @@ def check_can_pause(flags: EngineFlags) -> None:
 def check_parallel_flags(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
     if flags.num_lora_slots:
-        for name, only in (("tp", 1), ("pp", 1), ("dp", 1), *ONE_ENGINE):
+        for name, only in (("tp", 1), ("pp", 1), ("dp", 1), ("dp_attention", False), *ONE_ENGINE):
             if getattr(flags, name) != only:
                 why = ": a rank would need its part of each adapter" if name in ("tp", "pp") else ""
                 raise ValueError(

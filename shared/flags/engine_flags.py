@@ -324,7 +324,7 @@ class EngineFlags:
     cuda_graph_block_len: int | None = flag(
         GRAPHS, None, "Capture passes of block diffusion too, for blocks of this length.", at_least=1
     )
-    """Blocks of other lengths run without graphs. Not with speculation."""
+    """A divisor of the page size. Blocks of other lengths run without graphs."""
 
     kernel_cache: str | None = flag(
         SERVER, None, "File of compiled kernels, which `diptych warm` wrote on a GPU of this kind."

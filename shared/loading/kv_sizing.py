@@ -213,7 +213,7 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
             graphs *= 1 + 3 * len(possible_shapes(config))
         if config.cuda_graph_block_len is not None:
             graphs *= 2
-        if config.cuda_graph_max_tokens != 0:
+        if config.cuda_graph_max_tokens != 0 and not config.dp_attention and model.linear_attention is None:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {
         "activations": num_tokens * per_token,

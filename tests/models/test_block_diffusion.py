@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import diptych.optimized.modes.block_diffusion as optimized
 import diptych.reference.modes.block_diffusion as reference
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.sampling.noise import gumbel_noise
 from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, independence_p_value, p_value
@@ -358,6 +359,20 @@ def test_refusals(folder: Path, panel: str) -> None:
     mixed = engine(folder, panel, enable_mixed_chunk=True)
     with pytest.raises(ValueError, match="without enable_mixed_chunk"):
         mixed.submit(prompt_of(9), GREEDY, diffusion=PARAMS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tp": 2}, {"pp": 2}, {"dp": 2}, {"deterministic": True}, {"enable_mixed_chunk": True},
+        {"hicache_tokens": 64}, {"disaggregation": True}, {"speculative": "ngram"}, {"page_size": 6},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_graphs_that_no_request_could_use_are_refused(flags: dict[str, Any]) -> None:
+    EngineConfig(cuda_graph_block_len=4, page_size=16)
+    with pytest.raises(ValueError, match="cuda_graph_block_len"):
+        EngineConfig(cuda_graph_block_len=4, **{"page_size": 16, **flags})
 
 
 def test_at_least_one_token_is_filled_in_and_known_ones_stay() -> None:

@@ -228,6 +228,10 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
         ({"dp": 2, "model": "llama"}, "LlamaForCausalLM has none"),
         ({"dp": 2, "use": {"scheduler": "optimized"}}, "scheduler=optimized, model_runner=reference; choose"),
         ({"dp": 2, "panel": "optimized", "use": {"model_runner": "reference"}}, "model_runner=reference;"),
+        (
+            {"dp": 2, "use": {"expert_dispatch": "all_to_all"}},
+            "expert_dispatch=all_to_all: it has a dispatch",
+        ),
     ],
 )
 def test_what_cannot_step_together(

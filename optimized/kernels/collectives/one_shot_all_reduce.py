@@ -283,7 +283,7 @@ class OneShotAllReduce:
         assert x.dtype == torch.int32
         y = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if x.numel() > 0:
-            options = self._options(x, x.numel())
+            options = self._options(x.view(torch.float32))  # words
             del options["PER_WORD"]
             _one_shot_gather_kernel[(triton.cdiv(x.numel(), BLOCK),)](
                 x, y, x.numel(), *self._state, BLOCK=BLOCK, num_warps=1 if INTERPRETED else 4, **options
@@ -306,7 +306,7 @@ class OneShotAllReduce:
         """num: elements of a message; None: all."""
         num_bytes = (x.numel() if num is None else num) * x.element_size()
         assert x.is_contiguous()
-        assert x.dtype in (*DTYPES, torch.int32)
+        assert x.dtype in DTYPES
         assert num_bytes <= self.max_bytes, f"{num_bytes} bytes; a message has {self.max_bytes}"
         per_word = DATA_BYTES // x.element_size()
         sizes = {"RANK": self.rank, "SIZE": self.size, "PER_WORD": per_word, "MAX_BLOCKS": MAX_BLOCKS}

@@ -27,7 +27,7 @@ from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.devices import config_in_step
 from diptych.shared.engine.processes.ranks import collectives_of, describe_ranks, finish_launched, have_ended
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
-from diptych.shared.engine.processes.watchdog import Watchdog
+from diptych.shared.engine.processes.watchdog import LIMIT, Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.meeting import local_store, open_store
@@ -89,7 +89,9 @@ class ControllerInStep(Controller):
         self.dp: Collectives = scheduler.dp
         others = self.replicas[1:]
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
-            partial(describe_ranks, others, self.dp), has_ended=partial(have_ended, others)
+            partial(describe_ranks, others, self.dp),
+            limit=max(LIMIT, 2.5 * config.dist_timeout),
+            has_ended=partial(have_ended, others),
         )
         # Its arguments keep the other replicas alive until the call, also where all of this is garbage.
         weakref.finalize(self, finish_launched, str(config.device), self.watchdog, others)

@@ -118,6 +118,11 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
     """Raise `ValueError` for settings that do not work with data-parallel attention."""
     if model_config.moe is None:
         raise ValueError(f"dp_attention shares experts, and {model_config.architecture} has none")
+    if "expert_dispatch" in config.use:
+        raise ValueError(
+            f"dp_attention does not work with use expert_dispatch={config.use['expert_dispatch']}: it has a "
+            "dispatch of its own"
+        )
     panel, device = selection["scheduler"], str(config.device)
     if panel not in registry.PANELS or selection["model_runner"] != panel:
         raise ValueError(
