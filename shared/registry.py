@@ -150,6 +150,7 @@ TRITON_ONLY = (
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton", "deterministic"),
     "mla_attention": ("optimized", "triton"),
+    "linear_attention": ("optimized", "deterministic"),
     **dict.fromkeys(TRITON_ONLY, ("optimized",)),
 }
 """component -> choices that Triton's kernels compute: on GPUs, or in its interpreter, for tests."""

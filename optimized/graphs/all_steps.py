@@ -61,6 +61,11 @@ class AllSteps:
             buffers = VerifyBuffers(verify_batch_sizes(config, n), n, has_mask=True, device=self.device)
             self.blocks = [over(buffers)]
             self.blocks[0].captures_sampler = False  # it gives log-probabilities, which no graph does
+        elif n is not None:
+            why = (
+                "the model has windows" if takes_blocks else f"{type(attention).__name__} takes no tree masks"
+            )
+            warn_of_launches("block diffusion", why)
         self.prefill: list[ExtendSteps] = []
         if linear is not None or config.dp_attention:
             # Chunks of prompts are launched: their number is that of CTAs, or the ranks have other tokens.

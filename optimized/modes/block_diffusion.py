@@ -100,6 +100,7 @@ class DiffusionDecoding(PlainDecoding):
         )
         with self.parts.timeline.span("prepare"):
             work = launched.keep([self._begin(reqs) for reqs in _groups(filling)])
+        self.parts.model_runner.capture_hidden = None  # a batch of embeddings may have set it
         launched.results = self.pipeline.streams.launch(
             lambda: tuple(self._fill_blocks(*each) for each in work)
         )

@@ -45,5 +45,10 @@ def check_deterministic_model(flags: EngineFlags, model_config: ModelConfig) -> 
     """Raise `ValueError` for models whose kernels in the optimized panel follow the batch."""
     if not flags.deterministic or flags.panel == "reference":
         return
+    if "kv_cache" in flags.use:
+        raise ValueError(
+            f"deterministic=True does not work with use kv_cache={flags.use['kv_cache']}, whose attention "
+            "follows the batch; choose panel=reference"
+        )
     if model_config.mla is not None:
         raise ValueError("deterministic=True works with multi-head latent attention in panel=reference only")

@@ -57,6 +57,10 @@ class EngineConfig(EngineFlags):
         return replace(self, **changes)
 
 
+MAX_BLOCK_LEN = 512
+"""Passes of more tokens take longer than launching their kernels."""
+
+
 def check_block_len(config: EngineConfig, block_len: int) -> None:
     """Raise `ValueError` for flags with which an engine refuses block diffusion: it would capture in vain."""
     plain = ("deterministic", "enable_mixed_chunk", "disaggregation", "dp_attention")
@@ -68,6 +72,8 @@ def check_block_len(config: EngineConfig, block_len: int) -> None:
                 f"cuda_graph_block_len ({block_len}) does not work with {name}={getattr(config, name)}: "
                 "such an engine refuses block diffusion"
             )
+    if block_len > MAX_BLOCK_LEN:
+        raise ValueError(f"cuda_graph_block_len is at most {MAX_BLOCK_LEN}, got {block_len}")
     if config.page_size % block_len:
         raise ValueError(
             f"page_size ({config.page_size}) must be a multiple of cuda_graph_block_len ({block_len}): "

@@ -88,8 +88,8 @@ class LLM:
 
         sampling_params: for all prompts, or one for each. Default: the model's generation_config.json, then
         the defaults of SamplingParams. Keywords change them: any field of SamplingParams,
-        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora as
-        in `submit`.
+        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora,
+        diffusion as in `submit`.
         input_embeds: in place of prompts: rows for layer 0, [num_tokens, hidden_size], or a list of such.
         images: of the prompt, one for each placeholder; with several prompts a list for each.
         progress: show a progress bar on a terminal.

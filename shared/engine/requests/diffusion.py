@@ -53,6 +53,10 @@ def check_diffusion(
     check_supported("diffusion requests", config)
     if any(other is not None for other in others):
         raise ValueError("diffusion requests have a prompt of tokens, no embedding and no logit_processor")
+    if "kv_cache" in config.use:
+        raise ValueError(
+            f"diffusion requests need masks, which kv_cache={config.use['kv_cache']} does not take"
+        )
     if config.enable_mixed_chunk:
         raise ValueError("diffusion requests work without enable_mixed_chunk")
     if config.page_size % params.block_len:
@@ -68,4 +72,7 @@ def check_diffusion(
     names = [field.name for field in fields(sampling) if field.name not in TAKEN]
     changed = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
     if changed:
-        raise ValueError(f"diffusion requests do not support {', '.join(changed)}")
+        raise ValueError(
+            f"diffusion requests do not support {', '.join(changed)}; the "
+            "model's generation_config.json may have set it: generation_config=none"
+        )

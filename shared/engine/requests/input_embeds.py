@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.parallel import ONE_ENGINE
 from diptych.shared.types import PromptEmbeds, SamplingParams
@@ -38,7 +39,8 @@ class EmbedsPrompt:
 
 def check_supported(what: str, config: EngineConfig) -> None:
     """Raise `ValueError` if the engine takes plain token ids only."""
-    own = sorted(name for name, choice in config.use.items() if ":" in choice)
+    chosen = config.use.items()
+    own = sorted(name for name, use in chosen if registry.is_target(use) or registry.is_lab(use))
     if own:
         raise ValueError(f"{what} do not work with a component of your own: use has {', '.join(own)}")
     for name, only in WORKS_WITH:

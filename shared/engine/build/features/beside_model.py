@@ -91,7 +91,8 @@ class LinearStates(Feature):
 
     def check(self) -> None:
         plan, config = self.plan, self.plan.config
-        refuse_flags(plan, "the linear attention")  # the last two send KV, and no states
+        # The last two send KV, and no states.
+        refuse_flags(plan, "the linear attention", cuda_graph_block_len=config.cuda_graph_block_len)
         if config.speculative is None:
             return
         impl = plan.component("linear_attention")

@@ -298,11 +298,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **shape(72, 104, 4, 6, 2),
         "sliding_window": 21,
         "pad_token_id": 0,
+        # By kind of layer: transformers ignores flat parameters here.
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         "dtype": "float32",
         "tie_word_embeddings": False,
