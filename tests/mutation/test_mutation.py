@@ -143,7 +143,7 @@ def test_the_tests_of_gpu_code_exist_and_cover_its_files() -> None:
     clauses = {f"tests/conformance/test_contracts.py::test_clause[{case.id}]" for case in cases()}
     for name in {name for names in gpu.TESTS.values() for name in names}:
         file, _, test = name.partition("::")
-        assert f"def {test.partition('[')[0] or 'test_'}".removesuffix("(") in (ROOT / file).read_text()
+        assert (f"def {test.partition('[')[0]}(" if test else "def test_") in (ROOT / file).read_text()
         assert name in clauses or "test_contracts" not in file
     assert all((ROOT / path).exists() for path in gpu.TESTS)
     mutants = sample(gpu.FOLDERS, 10**6, seed=0)
