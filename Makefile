@@ -94,13 +94,13 @@ pytest-all: $(VENV)/.installed-test
 	@$(RUN_TESTS) -m "not gpu"
 
 # More workers than cores: some wait for a kernel that another one compiles. They take the tests in order
-# (tests/gpu/session.py). Tests of several GPUs run one after another: ranks that share GPUs with other processes
-# wait for each other's turns. With one GPU there are none, which is status 5.
+# (tests/gpu/session.py). Of the tests of several GPUs few run at a time: ranks that share GPUs with other
+# processes wait for each other's turns. With one GPU there are none, which is status 5.
 # The reports are what docs/generators/record_gpu_tests.py records.
 GPU_REPORTS = build/gpu-tests
 OF_GPU = gpu and not gpus or contract
 ON_GPU = $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist load --maxschedchunk 2 --junitxml $(GPU_REPORTS)/one.xml -m
-ON_GPUS = $(BIN)/python -m pytest -m gpus --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+ON_GPUS = $(BIN)/python -m pytest -n 3 -m gpus tests/gpu --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
 
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,20 @@ FLAGS: dict[str, Any] = {
     "skip_warmup": True,
 }
 """Few sizes of graphs: each has kernels of its own to compile. Others are compiled when a step needs them."""
-PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
+PROMPTS = ("Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?")
+MORE_PROMPTS = (*PROMPTS, "What is 3 + 4 + 5?", "Count from 10 to 4.")
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "progress": False}
+
+
+@cache
+def of_one_rank(
+    model: str = "tiny-dense", panel: str = "optimized", prompts: Sequence[str] = PROMPTS
+) -> list[str]:
+    """The greedy text."""
+    llm = LLM(model, **FLAGS | {"panel": panel})
+    return [output.text for output in llm.generate(list(prompts), **GREEDY)]
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of a norm, whose sum of squares has another order in another kernel: one unit in the last place."""
 
@@ -89,9 +103,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_two_ranks_answer_as_one(way: str) -> None:
     """Greedy text in float32."""
     model, more = WAYS[way]
-    expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
     llm = LLM(model, tp=2, **(FLAGS | more))
-    assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+    assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(model)
     if "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.replays.steps > 0
     if "speculative" in more:
@@ -113,11 +126,10 @@ IN_STEP: dict[str, dict[str, Any]] = {
 def test_replicas_that_share_experts_answer_as_one(way: str) -> None:
     """Greedy text in float32. Both replicas, one with the other idle, and both again with cached prompts."""
     more = IN_STEP[way]
-    prompts = [*PROMPTS, "What is 3 + 4 + 5?", "Count from 10 to 4."]
-    expected = [output.text for output in LLM("tiny-moe", **FLAGS).generate(prompts, **GREEDY)]
+    expected = of_one_rank("tiny-moe", prompts=MORE_PROMPTS)
     llm = LLM("tiny-moe", dp=2, dp_attention=True, **(FLAGS | more))
-    for asked in (prompts, prompts[:1], prompts):
-        assert [output.text for output in llm.generate(asked, **GREEDY)] == expected[: len(asked)]
+    for asked in (MORE_PROMPTS, MORE_PROMPTS[:1], MORE_PROMPTS):
+        assert [output.text for output in llm.generate(list(asked), **GREEDY)] == expected[: len(asked)]
     runner: Any = llm.assembly.parts.model_runner
     assert (runner.replays.steps > 0) == ("disable_cuda_graph" not in more)
     assert runner.replays.steps < runner.num_passes
@@ -127,17 +139,15 @@ def test_replicas_that_share_experts_answer_as_one(way: str) -> None:
 
 @pytest.mark.gpus(4)
 def test_four_replicas_that_share_experts_answer_as_one() -> None:
-    expected = [output.text for output in LLM("tiny-moe", **FLAGS).generate(PROMPTS, **GREEDY)]
     llm = LLM("tiny-moe", dp=4, ep=2, dp_attention=True, **FLAGS)
-    assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+    assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank("tiny-moe")
 
 
 @pytest.mark.gpus(4)
 @pytest.mark.parametrize(("model", "ep"), [("tiny-dense", 1), ("tiny-moe", 1), ("tiny-moe", 4)])
 def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
-    expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
     llm = LLM(model, tp=4, ep=ep, **FLAGS)
-    assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+    assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(model)
 
 
 STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_model": "tiny-dense"}
@@ -160,11 +170,9 @@ STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_mo
 )
 def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
     """Twice: the second time the prompts are cached."""
-    flags = FLAGS | {"panel": panel}
-    expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **GREEDY)]
-    llm = LLM("tiny-dense", **(flags | more))
+    llm = LLM("tiny-dense", **(FLAGS | {"panel": panel} | more))
     for _ in range(2):
-        assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
+        assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(panel=panel)
     if panel == "optimized" and more.get("pp") and "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.replays.steps > 0
 
@@ -173,14 +181,13 @@ def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
 def test_split_servers_answer_as_one(ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill server and a decode server, whose GPUs are the same: their pools are small."""
     monkeypatch.setenv("DIPTYCH_CLUSTER_SECRET", SECRET.decode())
-    expected = [output.text for output in LLM("tiny-dense", **FLAGS).generate(PROMPTS, **GREEDY)]
     flags = ["--device", "cuda", "--panel", "optimized", "--dtype", "float32", "--skip-warmup"]
     flags += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--cuda-graph-max-tokens", "64"]
-    body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    body = {"prompt": list(PROMPTS), "temperature": 0, "max_tokens": 48, "ignore_eos": True}
     with servers_of(ranks, *flags) as (_, decode):
         for _ in range(2):  # the second time the prompts are cached
             answer = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=300).json()
-            assert [choice["text"] for choice in answer["choices"]] == expected
+            assert [choice["text"] for choice in answer["choices"]] == of_one_rank()
 
 
 COUNTS = """
@@ -209,7 +216,7 @@ def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
     runner: Any = llm.assembly.parts.model_runner
     scheduler: Any = llm.scheduler
     while runner.replays.steps < NUM_REPLAYS:
-        llm.generate(PROMPTS * 8, **sampling)
+        llm.generate(list(PROMPTS * 8), **sampling)
     assert runner.replays.samplers > 0.9 * NUM_REPLAYS
     assert int(scheduler.tp.num_different) == 0
 
@@ -221,7 +228,7 @@ def test_a_rank_that_is_killed_ends_the_engine(way: str) -> None:
     os.kill(follower.process.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
-        llm.generate(PROMPTS, **GREEDY)
+        llm.generate(list(PROMPTS), **GREEDY)
     assert time.monotonic() - start < 10
 
 
@@ -230,5 +237,5 @@ def test_a_replica_that_is_killed_ends_all_that_share_its_experts() -> None:
     os.kill(llm.scheduler.replicas[1].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="replica 1 has ended with signal SIGKILL"):
-        llm.generate(PROMPTS, **GREEDY)
+        llm.generate(list(PROMPTS), **GREEDY)
     assert time.monotonic() - start < 10

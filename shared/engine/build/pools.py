@@ -72,7 +72,8 @@ def size_pools(plan: Plan, model: CausalLM, extras: Extras, free_before: int) ->
         print_memory(memory)
     if ranks is None:
         return memory
-    check_equal_memory(ranks.all_gather(torch.tensor([free_before])).tolist())
+    if plan.config.max_total_tokens is None:
+        check_equal_memory(ranks.all_gather(torch.tensor([free_before])).tolist())
     num_tokens = int(ranks.all_gather(torch.tensor([memory.num_tokens])).min())
     return replace(memory, num_tokens=num_tokens)
 
