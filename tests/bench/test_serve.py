@@ -8,10 +8,11 @@ import math
 from collections.abc import AsyncIterator
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diptych.shared.tools.bench.serve_client import Outcome, _take
+from diptych.shared.tools.bench.serve_client import Client, Outcome, _take
 from diptych.shared.tools.bench.serve_load import Arrivals, LoadResult, Targets, run_load
 from diptych.shared.tools.bench.serve_workloads import (
     Agents,
@@ -32,7 +33,6 @@ def outcome(*chunk_times: float, start: float = 0.0, num_tokens: int | None = No
 def test_times_of_one_request() -> None:
     found = outcome(1.5, 1.6, 1.9, start=1.0, num_tokens=5)
     assert found.time_to_first_token == pytest.approx(0.5)
-    assert found.inter_token_latencies == pytest.approx([0.1, 0.3])
     assert found.time_per_output_token == pytest.approx(0.1)  # 0.4 s for 4 tokens, in two chunks
     assert found.total_time == pytest.approx(0.9)
     assert outcome(2.0).time_per_output_token is None
@@ -57,6 +57,24 @@ def test_figures_of_a_load() -> None:
     assert figures["ttft_ms"]["max"] == pytest.approx(700)
     assert figures["itl_ms"]["mean"] == pytest.approx(800 / 6)
     assert LoadResult(Arrivals(rate=1.0), Targets(), seconds=1.0).summary("itl") is None
+
+
+def test_figures_of_turns() -> None:
+    result = LoadResult(Arrivals(concurrency=2), Targets(), seconds=9.0, alone=[0.1, 0.2, 0.3])
+    turns = [(0, 0, (0.5, 3.0)), (0, 0, (2.0, 2.1)), (1, 8, (3.5, 3.6, 3.7)), (1, 6, (4.5, 4.6, 5.1))]
+    for turn, history_len, times in turns:
+        each = outcome(*times, start=3.0 * turn)
+        each.turn, each.history_len = turn, history_len
+        result.outcomes.append(each)
+    figures = result.as_json()
+    assert (figures["history_rate"], figures["new_tokens"]) == (14 / 40, 3)  # 2 and 4 of 10
+    assert figures["first_ttft_ms"]["p50"] == pytest.approx(1250)
+    assert figures["ttft_by_turn_ms"] == pytest.approx([1250, 1000])
+    assert figures["later_ttft_to_alone"] == pytest.approx(5)
+    assert figures["tokens_per_s_per_user"] == pytest.approx(10 / (3.0 + 2.1 + 0.7 + 2.1))
+    assert figures["steady_itl_ms"]["max"] == pytest.approx(500)  # 2.5 s began before the other's first token
+    assert (figures["max_itl_to_median"], figures["late_itl"]) == (pytest.approx(5), 1 / 5)
+    assert "late_itl" not in LoadResult(Arrivals(rate=1.0), Targets(), seconds=1.0).as_json()
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -142,11 +160,50 @@ def test_multi_turn() -> None:
 
 
 def test_agents() -> None:
-    agents = Agents(num_requests=2, num_turns=3, input_len=(6, 6), first_len=(40, 40))
-    lengths = [[len(str(turn.prompt).split()) for turn in each] for each in agents.conversations(0)]
-    assert lengths == [[40, 6, 6]] * 2
-    with pytest.raises(ValueError, match="first_len"):
-        Agents(first_len=(3, 2))
+    agents = Agents(2, num_turns=2, input_len=(6, 6), output_len=(3, 3), first_len=(40, 40), think_time=0.5)
+    conversations = agents.conversations(50)
+    assert [[len(turn.prompt) for turn in each] for each in conversations] == [[40, 6, 6]] * 2
+    assert [[turn.think_time for turn in each] for each in conversations] == [[0.0, 0.5, 0.5]] * 2
+    assert conversations[0][0].prompt[0] != conversations[1][0].prompt[0]
+    assert conversations == agents.conversations(50)
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_prompt_of_ids_has_the_turns_before(has_ids: bool) -> None:
+    client, sent = Client("http://127.0.0.1:9"), []
+
+    async def request(turn: Turn, history: list[int], with_token_ids: bool) -> Outcome:
+        assert with_token_ids
+        sent.append(list(history))
+        found = outcome(1.0, num_tokens=3)
+        found.token_ids = [7, 8, 9] if has_ids else []
+        return found
+
+    async def run() -> list[Outcome]:
+        return [each async for each in client.run([Turn([1, 2], 3), Turn([3], 3), Turn([4, 5], 3)])]
+
+    client.request = request  # type: ignore[method-assign,assignment]
+    outcomes = asyncio.run(run())
+    if has_ids:
+        assert sent == [[1, 2], [1, 2, 7, 8, 9, 3], [1, 2, 7, 8, 9, 3, 7, 8, 9, 4, 5]]
+        assert [each.history_len for each in outcomes] == [0, 4, 8]  # 9 of each answer has no KV
+    else:
+        assert sent == [[1, 2], [1, 2, 1, 2, 1, 3], [1, 2, 1, 2, 1, 3, 3, 3, 3, 4, 5]]
+        assert [each.history_len for each in outcomes] == [0, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"first_len": (3, 2)}, "first_len must be a length of at least 1, or two in order, got 3-2"),
+        ({"num_turns": 0}, "turns must be at least 1, got 0"),
+        ({"think_time": -1.0}, "think_time must be 0 or more seconds, got -1.0"),
+        ({"think_time": math.nan}, "think_time must be 0 or more seconds, got nan"),
+    ],
+)
+def test_agents_that_make_no_sense(numbers: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Agents(**numbers)
 
 
 def test_sharegpt(tmp_path: Path) -> None:

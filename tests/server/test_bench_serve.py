@@ -73,10 +73,55 @@ def test_shared_prefixes_are_found_in_the_cache(server: RunningServer, tmp_path:
 
 def test_turns_grow_and_are_cached(server: RunningServer, tmp_path: Path) -> None:
     sizes = ("--num-requests", "2", "--num-turns", "3", "--input-len", "10", "--output-len", "4")
-    (found,) = measured(server, tmp_path / "a.json", "--workload", "agents", "--first-len", "20", *sizes)
+    (found,) = measured(server, tmp_path / "a.json", "--workload", "multi-turn", *sizes)
     assert found["num_complete"] == 6
     assert found["hit_rate"] > 0.4
     assert found["later_ttft_ms"]["mean"] > 0.0
+
+
+AGENTS = (
+    "--workload",
+    "agents",
+    "--first-len",
+    "100",
+    "--num-turns",
+    "3",
+    "--input-len",
+    "10",
+    "--output-len",
+    "6",
+)
+PROMPTS = [100, 116, 132, 148]
+
+
+def agents_hit_rate(page_size: int) -> float:
+    """Whole pages of the prompt before and its answer, whose last token has no KV."""
+    return sum((each + 6 - 1) // page_size * page_size for each in PROMPTS[:-1]) / sum(PROMPTS)
+
+
+def test_agents_find_their_whole_history(server: RunningServer, tmp_path: Path) -> None:
+    plot = ("--plot", str(tmp_path / "plot.svg"))
+    found = measured(server, tmp_path / "a.json", *AGENTS, "--concurrency", "1,3", *plot)
+    for each, num_users in zip(found, (1, 3), strict=True):
+        assert each["num_complete"] == 4 * num_users
+        assert each["num_prompt_tokens"] == sum(PROMPTS) * num_users
+        assert each["hit_rate"] == each["history_rate"] == pytest.approx(agents_hit_rate(1))
+        assert each["new_tokens"] == 11
+        assert len(each["ttft_by_turn_ms"]) == 4
+        assert each["later_ttft_to_alone"] > 0
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+def test_agents_with_pages_and_without_a_cache(tmp_path: Path) -> None:
+    file, flags = tmp_path / "a.json", ("--max-total-tokens", "2048", "--device", "cpu", "--page-size", "16")
+    result = bench(*flags, *AGENTS, "--concurrency", "2", "--cache-off", "1", "-o", str(file))
+    assert result.exit_code == 0, result.output
+    cached, off = json.loads(file.read_text())["results"]
+    assert (cached["has_cache"], cached["num_complete"]) == (True, 8)
+    assert cached["hit_rate"] == pytest.approx(agents_hit_rate(16))
+    assert (off["has_cache"], off["num_complete"], off["hit_rate"]) == (False, 4, 0.0)
+    assert off["history_rate"] == cached["history_rate"] == pytest.approx(agents_hit_rate(1))
+    assert "concurrency 1, cache off" in " ".join(result.output.split())
 
 
 def test_recorded_chats(server: RunningServer, tmp_path: Path) -> None:
@@ -113,6 +158,11 @@ def test_a_server_of_its_own() -> None:
         (["--concurrency", "2", "--request-rate", "1"], "give one of them"),
         (["--request-rate", "fast"], "--request-rate takes numbers"),
         (["--workload", "random", "--groups", "2"], "--groups does not apply to the random workload"),
+        (["--think-time", "1"], "--think-time does not apply to the random workload"),
+        (["--url", "http://127.0.0.1:9", "--cache-off", "1"], "--cache-off with --url needs --cache-off-url"),
+        (["--cache-off-url", "http://127.0.0.1:9"], "--cache-off-url needs --url and --cache-off"),
+        (["--cache-off", "1", "--disable-radix-cache"], "nothing to compare with"),
+        (["--cache-off", "0"], "a concurrency must be at least 1, got 0"),
         pytest.param(["--model", "no-such-model"], "no-such-model", marks=pytest.mark.full),
     ],
 )

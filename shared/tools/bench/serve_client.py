@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, islice
 from types import TracebackType
 from typing import Any
 
 import httpx
+import msgspec
 
 from diptych.shared.tools.bench.serve_workloads import Conversation, Turn
 from diptych.shared.tools.bench.workloads import NUM_RANDOM_IDS
 
 TIMEOUT_SECONDS = 600.0
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass
@@ -32,14 +33,12 @@ class Outcome:
     num_output_tokens: int = 0
     error: str | None = None
     turn: int = 0  # of its conversation
+    token_ids: list[int] = field(default_factory=list)  # of the answer, where the server returns them
+    history_len: int = 0  # tokens of the prompt that the turns before have computed, if it is token ids
 
     @property
     def time_to_first_token(self) -> float:
         return self.chunk_times[0] - self.start
-
-    @property
-    def inter_token_latencies(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.chunk_times)]
 
     @property
     def time_per_output_token(self) -> float | None:
@@ -112,30 +111,46 @@ class Client:
         return answer.status_code == 200
 
     async def run(self, conversation: Conversation) -> AsyncIterator[Outcome]:
-        """Run a conversation; one outcome for each turn, up to the first failure."""
+        """Run a conversation; one outcome for each turn, up to the first failure. Behind a prompt of token
+        ids come those of its answer. If the server does not return them, as many others take their place,
+        and only the prompt before is a prefix."""
         messages: list[dict[str, str]] = []
+        prompt: list[int] = []
+        history_len = 0
         for number, turn in enumerate(conversation):
+            await asyncio.sleep(turn.think_time)
+            history: list[dict[str, str]] | list[int] = messages
             if isinstance(turn.prompt, str):
                 messages.append({"role": "user", "content": turn.prompt})
-            outcome = await self.request(turn, messages)
-            outcome.turn = number
+            else:
+                prompt += turn.prompt
+                history = prompt
+            outcome = await self.request(turn, history, with_token_ids=len(conversation) > 1)
+            outcome.turn, outcome.history_len = number, history_len
             yield outcome
             if outcome.error is not None:
                 return
             messages.append({"role": "assistant", "content": outcome.text})
+            if not isinstance(turn.prompt, str):
+                num_tokens, answer = outcome.num_output_tokens, outcome.token_ids
+                is_known = len(answer) == num_tokens
+                history_len = len(prompt) + (num_tokens - 1 if is_known else 0)  # the last is not computed
+                prompt += answer if is_known else islice(cycle(turn.prompt), num_tokens)
 
-    async def request(self, turn: Turn, messages: list[dict[str, str]]) -> Outcome:
-        """Send one turn; `messages` ends with its question. A failure is in the outcome, not raised."""
-        body = {**self.fields, "model": self.model, "max_tokens": turn.output_len}
+    async def request(
+        self, turn: Turn, history: list[dict[str, str]] | list[int], with_token_ids: bool = False
+    ) -> Outcome:
+        """Send one turn; `history` ends with its prompt. A failure is in the outcome, not raised."""
+        path, name = "/v1/completions", "prompt"
         if isinstance(turn.prompt, str):
-            path = "/v1/chat/completions"
-            body["messages"] = messages
-        else:
-            path = "/v1/completions"
-            body["prompt"] = turn.prompt
+            path, name = "/v1/chat/completions", "messages"
+        body = {**self.fields, "model": self.model, "max_tokens": turn.output_len, name: history}
+        if with_token_ids and name == "prompt":
+            body["return_token_ids"] = True
+        data = msgspec.json.encode(body)  # before the clock starts: 50,000 ids take milliseconds
         outcome = Outcome(time.perf_counter())
         try:
-            async with self.http.stream("POST", path, json=body) as response:
+            async with self.http.stream("POST", path, content=data, headers=JSON) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     outcome.error = f"status {response.status_code}: {text[:200]}"
@@ -155,7 +170,7 @@ class Client:
             *events, held = (held + data).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
-                    _take(json.loads(event[6:]), outcome, now)
+                    _take(msgspec.json.decode(event[6:]), outcome, now)
 
 
 def _take(chunk: dict[str, Any], outcome: Outcome, now: float) -> None:
@@ -166,6 +181,7 @@ def _take(chunk: dict[str, Any], outcome: Outcome, now: float) -> None:
         if delta is None:  # /v1/completions
             outcome.chunk_times.append(now)
             outcome.text += choice["text"]
+            outcome.token_ids += choice.get("token_ids") or ()
         elif delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
             outcome.chunk_times.append(now)
             outcome.text += delta.get("content") or ""

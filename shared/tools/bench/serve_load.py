@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from diptych.shared.tools.bench.itl import percentile
@@ -17,6 +18,9 @@ from diptych.shared.tools.bench.serve_workloads import Conversation
 
 PERCENTS = (50, 90, 99)
 METRICS = ("ttft", "itl", "tpot", "e2e")
+TURN_METRICS = ("first_ttft", "later_ttft", "alone_ttft", "steady_itl")
+LATE = 1.5
+"""An inter-token latency above so many medians is reported as late."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,14 @@ class LoadResult:
     arrivals: Arrivals
     targets: Targets
     is_flushed: bool = False
+    has_cache: bool = True  # False: of the server without a prefix cache
+    alone: list[float] = field(default_factory=list)  # TTFT of prompts as long as a later turn's new tokens
     seconds: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.arrivals.name + ("" if self.has_cache else ", cache off")
 
     @property
     def good(self) -> list[Outcome]:
@@ -84,12 +94,21 @@ class LoadResult:
 
     def values(self, metric: str) -> list[float]:
         """The values of a metric in seconds, of all requests (TTFT, TPOT, E2E) or all intervals (ITL).
-        "later_ttft": of turns behind the first, which find their history in the prefix cache."""
-        if metric in ("ttft", "later_ttft"):
-            first = metric == "later_ttft"
-            return [outcome.time_to_first_token for outcome in self.good if outcome.turn >= first]
-        if metric == "itl":
-            return [gap for outcome in self.good for gap in outcome.inter_token_latencies]
+        "first_ttft": of first turns; "later_ttft": of the others, which find their history in the prefix
+        cache; "alone_ttft": of cold prompts of the new tokens of a later turn; "steady_itl": from the time
+        at which all conversations have their first token."""
+        if metric == "alone_ttft":
+            return self.alone
+        if metric.endswith("ttft"):
+            is_asked = {"ttft": (True, True), "first_ttft": (True, False), "later_ttft": (False, True)}[
+                metric
+            ]
+            return [each.time_to_first_token for each in self.good if is_asked[each.turn > 0]]
+        if metric.endswith("itl"):
+            begun = max((each.chunk_times[0] for each in self.good if not each.turn), default=0.0)
+            since = begun if metric == "steady_itl" else 0.0
+            gaps = (gap for each in self.good for gap in pairwise(each.chunk_times))
+            return [after - before for before, after in gaps if before >= since]
         if metric == "tpot":
             return [each for o in self.good if (each := o.time_per_output_token) is not None]
         return [outcome.total_time for outcome in self.good]
@@ -123,6 +142,66 @@ class LoadResult:
         num_tokens = sum(outcome.num_prompt_tokens for outcome in self.good)
         return sum(outcome.num_cached_tokens for outcome in self.good) / max(num_tokens, 1)
 
+    @property
+    def history_rate(self) -> float:
+        """Share of prompt tokens that earlier turns have computed: the hit rate of a cache without limits,
+        for conversations of token ids."""
+        num_tokens = sum(outcome.num_prompt_tokens for outcome in self.good)
+        return sum(outcome.history_len for outcome in self.good) / max(num_tokens, 1)
+
+    @property
+    def new_len(self) -> int | None:
+        """The median of the new tokens of later turns, for conversations of token ids."""
+        found = [each.num_prompt_tokens - each.history_len for each in self.good if each.history_len]
+        return round(statistics.median(found)) if found else None
+
+    @property
+    def user_rate(self) -> float:
+        """Output tokens per second of waiting for an answer: what one conversation gets."""
+        waited = sum(outcome.total_time for outcome in self.good)
+        return sum(outcome.num_output_tokens for outcome in self.good) / max(waited, 1e-9)
+
+    @property
+    def later_to_alone(self) -> float | None:
+        """The median TTFT of later turns over that of their new tokens alone."""
+        later, alone = self.summary("later_ttft"), self.summary("alone_ttft")
+        return later["p50"] / alone["p50"] if later and alone else None
+
+    def ttft_by_turn(self) -> list[float]:
+        """The median TTFT of each turn, in milliseconds."""
+        found: dict[int, list[float]] = {}
+        for outcome in sorted(self.good, key=lambda outcome: outcome.turn):
+            found.setdefault(outcome.turn, []).append(1000 * outcome.time_to_first_token)
+        return [percentile(values, 50) for values in found.values()]
+
+    @property
+    def max_itl_to_median(self) -> float | None:
+        """Of "steady_itl"."""
+        itl = self.summary("steady_itl")
+        return itl["max"] / itl["p50"] if itl and itl["p50"] else None
+
+    @property
+    def late_itl(self) -> float:
+        """Share of "steady_itl" above `LATE` medians."""
+        values = self.values("steady_itl")
+        limit = LATE * percentile(values or [0.0], 50)
+        return sum(value > limit for value in values) / max(len(values), 1)
+
+    def turns_as_json(self) -> dict[str, Any]:
+        """What conversations of several turns have in addition."""
+        by_turn = self.ttft_by_turn()
+        if len(by_turn) < 2:
+            return {}
+        return {
+            "history_rate": self.history_rate,
+            "new_tokens": self.new_len,
+            "tokens_per_s_per_user": self.user_rate,
+            "ttft_by_turn_ms": by_turn,
+            "later_ttft_to_alone": self.later_to_alone,
+            "max_itl_to_median": self.max_itl_to_median,
+            "late_itl": self.late_itl,
+        }
+
     def as_json(self) -> dict[str, Any]:
         failed = [outcome.error for outcome in self.outcomes if outcome.error is not None]
         rate = self.arrivals.rate
@@ -130,6 +209,7 @@ class LoadResult:
             "rate": "inf" if rate is not None and math.isinf(rate) else rate,
             "concurrency": self.arrivals.concurrency,
             "is_flushed": self.is_flushed,
+            "has_cache": self.has_cache,
             "seconds": self.seconds,
             "num_complete": len(self.good),
             "num_failed": len(failed),
@@ -141,7 +221,8 @@ class LoadResult:
             "goodput": self.goodput,
             "hit_rate": self.hit_rate,
             "targets_ms": asdict(self.targets),
-            **{f"{metric}_ms": self.summary(metric) for metric in (*METRICS, "later_ttft")},
+            **{f"{metric}_ms": self.summary(metric) for metric in (*METRICS, *TURN_METRICS)},
+            **self.turns_as_json(),
         }
 
 

@@ -33,3 +33,24 @@ def plot_loads(file: Path, title: str, results: Sequence[LoadResult]) -> None:
     lines = [*axes.get_lines(), *latencies.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], fontsize="small")
     figure.savefig(file)
+
+
+def plot_turns(file: Path, title: str, results: Sequence[LoadResult]) -> None:
+    """Plot the median TTFT of each turn of a conversation, a line for each load, dashed without a prefix
+    cache; dotted, that of a later turn's new tokens alone."""
+    figure, axes = new_figure(title)
+    for number, result in enumerate(results):
+        values = result.ttft_by_turn()
+        line = "o-" if result.has_cache else "o--"
+        axes.plot(
+            range(1, len(values) + 1), values, line, color=f"C{number}", markersize=4, label=result.name
+        )
+        alone = result.summary("alone_ttft")
+        if alone is not None:
+            axes.axhline(alone["p50"], color=f"C{number}", linestyle=":", linewidth=1)
+    axes.set_xlabel("turn")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel("TTFT p50, ms")
+    axes.set_yscale("log")
+    axes.legend(fontsize="small", title="dotted: new tokens alone")
+    figure.savefig(file)

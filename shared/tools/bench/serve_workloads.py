@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, ClassVar, NamedTuple
 
-from diptych.shared.tools.bench.workloads import Offline256, Range, SharedPrefix
+from diptych.shared.tools.bench.workloads import Offline256, Range, SharedPrefix, Uniform, check_least
 
 CHARS_PER_TOKEN = 4
 """Of a recorded answer, whose length in tokens depends on a tokenizer that a client does not have."""
 
 
 class Turn(NamedTuple):
-    """One request. Token ids go to /v1/completions, a text as a user's message to /v1/chat/completions."""
+    """One request. Token ids go to /v1/completions, a text as a user's message to /v1/chat/completions; both
+    behind the turns before and their answers."""
 
     prompt: list[int] | str
     output_len: int
+    think_time: float = 0.0  # seconds from the answer before to this request
 
 
 Conversation = list[Turn]
@@ -72,52 +75,62 @@ class MultiTurn:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "num_turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("input_len", "output_len"):
-            least, greatest = getattr(self, name)
-            if not 1 <= least <= greatest:
-                raise ValueError(f"{name} must be a length of at least 1, or two in order")
-
-    @property
-    def lengths(self) -> list[Range]:
-        """Lengths of the questions of a conversation."""
-        return [self.input_len] * self.num_turns
+        check_least(self, num_requests=1, num_turns=1)
+        _check_ranges(self, "input_len", "output_len")
 
     def conversations(self, vocab_size: int) -> list[Conversation]:
         dice = random.Random(self.seed)
         return [
             [
                 Turn(
-                    " ".join(dice.choices(ascii_lowercase, k=dice.randint(*lengths))),
+                    " ".join(dice.choices(ascii_lowercase, k=dice.randint(*self.input_len))),
                     dice.randint(*self.output_len),
                 )
-                for lengths in self.lengths
+                for _ in range(self.num_turns)
             ]
             for _ in range(self.num_requests)
         ]
 
 
 @dataclass(frozen=True)
-class Agents(MultiTurn):
-    """Agents at work: a long first question, with instructions and files, then results of tools."""
+class Agents:
+    """Agents at work: a long first prompt, with instructions and files, then turns whose new tokens are the
+    answer before and the result of a tool. All are token ids: a chat template, or tokenizing an answer's text
+    again, would change how many tokens the prefix cache finds."""
 
     name: ClassVar[str] = "agents"
-    num_requests: int = 4
-    num_turns: int = 12
-    input_len: Range = (700, 700)
+    num_requests: int = 16  # conversations
+    num_turns: int = 12  # behind the first
+    input_len: Range = (700, 700)  # tokens of a tool's result
     output_len: Range = (100, 100)
     first_len: Range = (50_000, 50_000)
+    think_time: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.first_len[0] <= self.first_len[1]:
-            raise ValueError("first_len must be a length of at least 1, or two in order")
+        check_least(self, num_requests=1, num_turns=1)
+        _check_ranges(self, "input_len", "output_len", "first_len")
+        if not 0 <= self.think_time < math.inf:
+            raise ValueError(f"think_time must be 0 or more seconds, got {self.think_time}")
 
-    @property
-    def lengths(self) -> list[Range]:
-        return [self.first_len, *super().lengths[1:]]
+    def conversations(self, vocab_size: int) -> list[Conversation]:
+        """Conversations that differ in the first token, so that they share no prefix."""
+        dice = random.Random(self.seed)
+        firsts = Uniform((self.num_requests,), self.first_len, self.output_len, seed=self.seed)
+        return [
+            [
+                Turn(*first),
+                *(
+                    Turn(
+                        dice.choices(range(vocab_size), k=dice.randint(*self.input_len)),
+                        dice.randint(*self.output_len),
+                        self.think_time,
+                    )
+                    for _ in range(self.num_turns)
+                ),
+            ]
+            for first in firsts.cases(vocab_size)[0].requests
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,15 @@ ServeWorkload = RandomPrompts | SharedPrefixes | MultiTurn | Agents | ShareGpt
 SERVE_WORKLOADS: dict[str, type[ServeWorkload]] = {
     each.name: each for each in (RandomPrompts, SharedPrefixes, MultiTurn, Agents, ShareGpt)
 }
+
+
+def _check_ranges(workload: MultiTurn | Agents, *names: str) -> None:
+    for name in names:
+        least, greatest = getattr(workload, name)
+        if not 1 <= least <= greatest:
+            raise ValueError(
+                f"{name} must be a length of at least 1, or two in order, got {least}-{greatest}"
+            )
 
 
 def _read(file: Path) -> list[Any]:

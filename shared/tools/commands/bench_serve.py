@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +20,13 @@ from diptych.shared.tools.commands.options import EngineOptions, spread
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from diptych.shared.tools.bench.serve_client import Outcome
+    from diptych.shared.tools.bench.serve_client import Client, Outcome
     from diptych.shared.tools.bench.serve_load import Arrivals, LoadResult, Targets
     from diptych.shared.tools.bench.serve_workloads import ServeWorkload
+
+NO_CACHE = "--disable-radix-cache"
+NUM_ALONE = 5
+"""Cold prompts of the new tokens of a turn, after one that does not count."""
 
 SERVER, WORKLOAD, LOAD, RESULTS = "Server", "Numbers of the workload", "Load", "Results"
 
@@ -45,15 +49,34 @@ def serve(
     ignore_eos: Annotated[
         bool, _option(SERVER, "Answers have their full length; a server must know the field ignore_eos.")
     ] = True,
+    cache_off: Annotated[
+        str | None,
+        _option(
+            SERVER,
+            "Loads to measure again without a prefix cache, on a second server that starts after the first.",
+            metavar="N,N",
+        ),
+    ] = None,
+    cache_off_url: Annotated[
+        str | None, _option(SERVER, "With --url: the server without a prefix cache, for --cache-off.")
+    ] = None,
     workload: Annotated[
         str, typer.Option(help="random, shared-prefix, multi-turn, agents or sharegpt.")
     ] = "random",
     num_requests: Annotated[
-        int | None, _option(WORKLOAD, "Requests; of multi-turn and agents, conversations.")
+        int | None,
+        _option(
+            WORKLOAD,
+            "Requests; of multi-turn and agents, conversations (agents: 16, at most the concurrency).",
+        ),
     ] = None,
     input_len: Annotated[
         str | None,
-        _option(WORKLOAD, "Prompt tokens of a request, about so many in chats: N, or N-M.", metavar="N[-M]"),
+        _option(
+            WORKLOAD,
+            "Prompt tokens of a request, about so many in chats; of a tool's result (agents): N, or N-M.",
+            metavar="N[-M]",
+        ),
     ] = None,
     output_len: Annotated[str | None, _option(WORKLOAD, "Output tokens: N, or N-M.", metavar="N[-M]")] = None,
     groups: Annotated[int | None, _option(WORKLOAD, "Groups that share a prefix (shared-prefix).")] = None,
@@ -62,10 +85,14 @@ def serve(
         int | None, _option(WORKLOAD, "Tokens that a group shares (shared-prefix).")
     ] = None,
     num_turns: Annotated[
-        int | None, _option(WORKLOAD, "Turns of a conversation (multi-turn, agents).")
+        int | None,
+        _option(WORKLOAD, "Turns of a conversation (multi-turn), or behind its first one (agents)."),
     ] = None,
     first_len: Annotated[
-        str | None, _option(WORKLOAD, "Tokens of the first question (agents): N, or N-M.", metavar="N[-M]")
+        str | None, _option(WORKLOAD, "Tokens of the first prompt (agents): N, or N-M.", metavar="N[-M]")
+    ] = None,
+    think_time: Annotated[
+        float | None, _option(WORKLOAD, "Seconds from an answer to the next turn (agents).")
     ] = None,
     file: Annotated[Path | None, _option(WORKLOAD, "Recorded chats, JSON (sharegpt).")] = None,
     seed: Annotated[int, _option(WORKLOAD, "Of prompts, lengths and arrivals. Default: 0.")] = 0,
@@ -93,12 +120,12 @@ def serve(
     random         random token ids of given lengths
     shared-prefix  groups of requests that share the beginning of their prompts
     multi-turn     chats whose history grows
-    agents         chats with a long first question, then many short ones
+    agents         chats with a long first prompt, then results of tools
     sharegpt       the first questions of a file of recorded chats
     """
     try:
         from diptych.shared.tools.bench.serve_load import Targets
-        from diptych.shared.tools.bench.serve_workloads import SERVE_WORKLOADS
+        from diptych.shared.tools.bench.serve_workloads import SERVE_WORKLOADS, Agents
     except ImportError as error:
         raise ImportError(f"this benchmark needs {error.name}: pip install 'diptych[server]'") from None
 
@@ -106,6 +133,7 @@ def serve(
     if url is not None and arguments:
         raise ValueError(f"{arguments[0]} is a flag of the engine: it does not apply to a server at --url")
     loads = parse_arrivals(request_rate, concurrency)
+    loads_off = parse_cache_off(cache_off, cache_off_url, url, arguments, request_rate is not None)
     chosen = bench_run.make_workload(
         SERVE_WORKLOADS,
         workload,
@@ -118,10 +146,13 @@ def serve(
             "shared_len": shared_len,
             "num_turns": num_turns,
             "first_len": parse_range("--first-len", first_len),
+            "think_time": think_time,
             "file": file,
             "seed": seed,
         },
     )
+    if isinstance(chosen, Agents) and num_requests is None and request_rate is None:
+        chosen = replace(chosen, num_requests=max(each.concurrency or 1 for each in [*loads, *loads_off]))
     benchmark = ServeBenchmark(
         loads,
         chosen,
@@ -129,9 +160,12 @@ def serve(
         Targets(ttft_target, tpot_target, e2e_target),
         warm_ups,
     )
+    benchmark.loads_off = loads_off
+    benchmark.is_cut = num_requests is None and isinstance(chosen, Agents)
     benchmark.facts = {
         "workload": {"name": chosen.name} | asdict(chosen) | ({"file": str(file)} if file else {}),
         "url": url,
+        "cache_off_url": cache_off_url,
         "engine_arguments": arguments,
         "temperature": temperature,
     }
@@ -163,10 +197,27 @@ def parse_arrivals(request_rate: str | None, concurrency: str | None) -> list[Ar
         raise ValueError(f"--request-rate takes numbers or inf, separated by commas: {error}") from None
 
 
+def parse_cache_off(
+    loads: str | None, off_url: str | None, url: str | None, arguments: list[str], is_open: bool
+) -> list[Arrivals]:
+    """The loads of the server without a prefix cache."""
+    if off_url is not None and (loads is None or url is None):
+        raise ValueError("--cache-off-url needs --url and --cache-off")
+    if loads is None:
+        return []
+    if url is not None and off_url is None:
+        raise ValueError("--cache-off with --url needs --cache-off-url: a server without a prefix cache")
+    if NO_CACHE in arguments:
+        raise ValueError(f"{NO_CACHE} leaves --cache-off nothing to compare with: give one of them")
+    return parse_arrivals(loads, None) if is_open else parse_arrivals(None, loads)
+
+
 class ServeBenchmark(Benchmark):
     """One result for each load, each from an empty prefix cache if the server allows it."""
 
     name = "serve"
+    loads_off: Sequence[Arrivals] = ()  # for a server without a prefix cache
+    is_cut = False  # a load has at most as many conversations as its concurrency
     server_arguments: list[str]  # of the server to start, if `facts` has no url
     model: str | None
 
@@ -181,77 +232,77 @@ class ServeBenchmark(Benchmark):
         self.num_warm_ups = num_warm_ups
 
     def measure(self, progress: bench_run.Progress) -> None:
-        with contextlib.ExitStack() as stack:
-            url = self.facts["url"]
-            if url is None:
-                from diptych.shared.tools.bench.serve_process import own_server
+        url, off_url = self.facts["url"], self.facts["cache_off_url"]
+        for loads, given, more in ((self.cases, url, []), (self.loads_off, off_url, [NO_CACHE])):
+            if not loads:
+                continue
+            with contextlib.ExitStack() as stack:
+                if given is None:
+                    from diptych.shared.tools.bench.serve_process import own_server
 
-                progress.on_run(f"starting a server: diptych serve {' '.join(self.server_arguments)}")
-                url = stack.enter_context(own_server(self.server_arguments))
-            asyncio.run(self.measure_loads(url, progress))
+                    arguments = [*self.server_arguments, *more]
+                    progress.on_run(f"starting a server: diptych serve {' '.join(arguments)}")
+                    given = stack.enter_context(own_server(arguments))
+                asyncio.run(self.measure_loads(given, loads, progress))
 
-    async def measure_loads(self, url: str, progress: bench_run.Progress) -> None:
+    async def measure_loads(self, url: str, loads: Sequence[Arrivals], progress: bench_run.Progress) -> None:
         from diptych.shared.tools.bench.serve_client import Client
         from diptych.shared.tools.bench.serve_load import LoadResult, run_load
 
         async with Client(url, **self.settings) as client:
             await client.connect(self.model)
-            conversations = self.workload.conversations(await client.vocab_size())
-            num_turns = sum(len(conversation) for conversation in conversations)
+            vocab_size = await client.vocab_size()
+            conversations = self.workload.conversations(vocab_size)
             for conversation in conversations[: self.num_warm_ups]:
-                async for outcome in client.run(conversation[:1]):
+                async for outcome in client.run(conversation[:2]):
                     if outcome.error is not None:
                         raise ValueError(f"the first request fails: {outcome.error}")
-            for arrivals in self.cases:
+            for arrivals in loads:
                 result = LoadResult(arrivals, self.targets, await client.flush_cache())
+                result.has_cache = loads is self.cases
                 self.results.append(result)
-                bar = progress.on_run(f"{arrivals.name}: {num_turns} requests", None)
+                chosen = conversations[: arrivals.concurrency] if self.is_cut else conversations
+                bar = progress.on_run(f"{result.name}: {sum(map(len, chosen))} requests", None)
 
                 def on_outcome(outcome: Outcome, result: LoadResult = result, bar: Any = bar) -> None:
                     if bar is not None:
                         bar(sum(each.num_output_tokens for each in result.outcomes))
 
-                await run_load(client, conversations, result, self.workload.seed, on_outcome)
+                await run_load(client, chosen, result, self.workload.seed, on_outcome)
+                result.alone = await time_alone(client, result.new_len, vocab_size, len(self.results))
 
     def complete(self) -> list[LoadResult]:
         return [result for result in self.results if result.outcomes]
 
     def table(self, results: list[LoadResult]) -> Table:
         """A table with one column for each load."""
-        from diptych.shared.tools.bench.serve_load import METRICS
+        from diptych.shared.tools.bench.serve_rows import rows
 
         columns = [Column("", lambda row: row[0], is_text=True), *map(load_column, results)]
-        rows: list[tuple[str, Callable[[LoadResult], str | None]]] = [
-            ("requests/s", lambda result: f"{result.request_rate:.2f}"),
-            ("goodput, requests/s", lambda result: f"{result.goodput:.2f}"),
-            ("output tokens/s", lambda result: f"{result.output_rate:,.0f}"),
-            ("hit rate", lambda result: f"{result.hit_rate:.1%}"),
-            ("failed", lambda result: str(len(result.outcomes) - len(result.good))),
-        ]
-        has_turns = any(result.values("later_ttft") for result in results)
-        for metric in (*METRICS, "later_ttft") if has_turns else METRICS:
-            for name in ("mean", "p50", "p90", "p99", "max"):
-                label = metric.upper().replace("LATER_", "later turns: ")
-                rows.append((f"{label} {name}, ms", summary_cell(metric, name)))
-        return make_table(columns, rows)
+        return make_table(columns, rows(results))
 
     def notes(self, results: list[LoadResult]) -> Iterator[str]:
         for result in results:
-            yield from (f"{result.arrivals.name}: {error}" for error in result.as_json()["errors"])
+            yield from (f"{result.name}: {error}" for error in result.as_json()["errors"])
 
     def draw(self, file: Path, results: list[LoadResult]) -> None:
-        from diptych.shared.tools.bench.serve_plot import plot_loads
+        from diptych.shared.tools.bench.serve_plot import plot_loads, plot_turns
 
-        plot_loads(file, f"{self.workload.name}: {self.facts['url'] or 'diptych serve'}", results)
+        draw = plot_turns if self.workload.name == "agents" else plot_loads
+        draw(file, f"{self.workload.name}: {self.facts['url'] or 'diptych serve'}", results)
+
+
+async def time_alone(client: Client, length: int | None, vocab_size: int, seed: int) -> list[float]:
+    """The TTFT of cold prompts of that length, one after the other; nothing if it is None."""
+    from diptych.shared.tools.bench.serve_workloads import RandomPrompts
+
+    if length is None:
+        return []
+    await client.flush_cache()
+    prompts = RandomPrompts(1 + NUM_ALONE, (length, length), (1, 1), seed).conversations(vocab_size)
+    outcomes = [outcome for prompt in prompts async for outcome in client.run(prompt)]
+    return [outcome.time_to_first_token for outcome in outcomes[1:] if outcome.error is None]
 
 
 def load_column(result: LoadResult) -> Column:
-    return Column(result.arrivals.name, lambda row: row[1](result))
-
-
-def summary_cell(metric: str, name: str) -> Callable[[LoadResult], str]:
-    def text(result: LoadResult) -> str:
-        summary = result.summary(metric)
-        return "–" if summary is None else f"{summary[name]:,.1f}"
-
-    return text
+    return Column(result.name, lambda row: row[1](result))
