@@ -176,7 +176,7 @@ class LoadResult:
 
     @property
     def max_itl_to_median(self) -> float | None:
-        """Of "steady_itl"."""
+        """The longest over the median of "steady_itl"."""
         itl = self.summary("steady_itl")
         return itl["max"] / itl["p50"] if itl and itl["p50"] else None
 
