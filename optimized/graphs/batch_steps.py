@@ -74,7 +74,7 @@ class BatchSteps(Steps):
         self.results = results
         self.linear = linear
         self.num_sampler_replays = 0
-        self.min_rows = 0  # of ranks that step together: the most of any
+        self.min_rows = 0  # requests, of ranks that step together
         self.by_size: dict[int, BatchStep] = {}
 
     def takes(self, batch: ForwardBatch) -> bool:

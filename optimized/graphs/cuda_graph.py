@@ -34,10 +34,14 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, ranks: Collectives) -> None:
         self.device = device
-        self.ranks = ranks
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []  # kept: a pool ends with its last graph
+        self.capture_with(ranks)
+
+    def capture_with(self, ranks: Collectives) -> None:
+        """Later captures are those of these ranks."""
+        self.ranks = ranks
         if ranks.size > 1:
             weakref.finalize(ranks, _end, self._graphs)
 
@@ -121,9 +125,12 @@ def graphs_of_runner(
     those that capture together, where they are not the model's."""
     if device.type != "cuda":
         return None
-    return _of_drafters.pop(model, None) or CudaGraphs(
-        device, getattr(model, "tp", ALONE) if ranks is None else ranks
-    )
+    graphs = _of_drafters.pop(model, None)
+    if graphs is None:
+        return CudaGraphs(device, getattr(model, "tp", ALONE) if ranks is None else ranks)
+    if ranks is not None:
+        graphs.capture_with(ranks)
+    return graphs
 
 
 class Recording:

@@ -74,9 +74,8 @@ class VerifyBuffers:
             self.bools.load([info.is_greedy], num_nodes)
         self.node_ints.load(node_ints, num_nodes)
         self.ints.load([fb.req_pool_indices, fb.seq_lens], size)
-        if self.tree_mask is not None:  # padding rows keep their old mask: they are not read
-            assert fb.tree_mask is not None
-            self.tree_mask[: fb.batch_size].copy_(fb.tree_mask)
+        if self.tree_mask is not None and fb.tree_mask is not None:  # an IDLE rank has none
+            self.tree_mask[: fb.batch_size].copy_(fb.tree_mask)  # that of padding rows is not read
 
     def padding_batch(self, size: int) -> ForwardBatch:
         """The batch of the first `size` rows, which are padding until a batch is loaded."""

@@ -1,10 +1,10 @@
 """Data-parallel attention where CUDA graphs contain the decode steps of all ranks, IDLE ones too.
 
-Differs from reference: if no rank prefills, every rank runs a decode step padded to one captured size, which
-follows from the largest number of tokens of any rank (MAX_LEN). A layer has one all-gather, of rows that hold
-a token, its experts and their weights, and one reduce-scatter. `counts` marks padding rows on the device, so
-a graph serves any numbers. Other passes (SUM_LEN) run eagerly, with uneven rows by all-to-all. Loses where
-one rank has most of the requests: the others compute padding.
+Differs from reference: if no rank prefills, every rank runs a decode or a verify step padded to the same
+number of rows, which follows from the largest number of tokens of any rank (MAX_LEN). A layer has one
+all-gather, of rows that hold a token, its experts and their weights, and one reduce-scatter. `counts` marks
+padding rows on the device, so a graph serves any numbers. Other passes (SUM_LEN) run eagerly, with uneven
+rows by all-to-all. Loses where one rank has most of the requests: the others compute padding.
 """
 
 from __future__ import annotations
@@ -41,18 +41,29 @@ def find_by_torch(
 class PassDispatch(DispatchInStep):
     def __init__(self, ranks: Collectives, ep: int) -> None:
         super().__init__(ranks, ep)
-        self.max_size = 0  # the largest captured size
-        self.is_padded = True  # all ranks have the same number of rows, as in a capture
+        self.captured: dict[int, set[int]] = {}  # rows of the steps with each number of nodes of a request
+        self.num_rows: int | None = 0  # of each rank, as in a capture; None: not padded
         self._counts: torch.Tensor | None = None
 
     # --8<-- [start:choose-padding]
-    def begin(self, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
-        tokens = super().begin(num_tokens, is_extend, device)
-        self.is_padded = not tokens.is_extend and max(tokens.num_tokens) <= self.max_size
+    def begin(self, num_tokens: int, is_extend: bool, device: torch.device, num_nodes: int = 1) -> PassTokens:
+        tokens = super().begin(num_tokens, is_extend, device, num_nodes)
+        self.num_rows = None if tokens.is_extend else self._smallest_of_all(tokens)
         self.counts(device).copy_(to_device(tokens.num_tokens, torch.int64, device))
         return tokens
 
+    def _smallest_of_all(self, tokens: PassTokens) -> int | None:
+        """Ranks that decode and ranks that verify need a number of rows that is
+        captured for both."""
+        captured = [self.captured.get(n, set()) for n in tokens.num_nodes or (1,)]
+        most, rows = max(tokens.num_tokens), set.intersection(*captured)
+        return min((num for num in rows if num >= most), default=None)
+
     # --8<-- [end:choose-padding]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.num_rows is not None
 
     def counts(self, device: torch.device) -> torch.Tensor:
         """The number of tokens of each rank, int64, always at the same address: graphs read it."""
@@ -108,13 +119,21 @@ class PassDispatch(DispatchInStep):
 
             def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
                 super().prepare(config, sampler, num_token_ids)
-                dispatch.max_size = max((steps.max_bs for steps in self.kinds), default=0)
+                steps = (self.steps.decode, *self.steps.verify)
+                self.by_nodes = {each.buffers.num_nodes: each for each in steps}
+                dispatch.captured = {
+                    n: {n * bs for bs in each.batch_sizes} for n, each in self.by_nodes.items()
+                }
 
             def _steps_for(self, forward_batch: ForwardBatch) -> Any:
-                if not dispatch.is_padded:
+                tokens, num_rows = dispatch.tokens, dispatch.num_rows
+                if tokens is None or num_rows is None:
                     return None
-                self.steps.decode.min_rows = max(dispatch._nums)
-                return self.steps.decode
+                num_nodes = max(tokens.num_nodes)  # of an IDLE rank: every number of nodes has this size
+                if forward_batch.batch_size > 0:
+                    num_nodes = forward_batch.num_tokens // forward_batch.batch_size
+                self.by_nodes[num_nodes].min_rows = num_rows // num_nodes
+                return self.by_nodes[num_nodes]
 
             def _take_part(self, batch: ForwardBatch) -> None:
                 steps = self._steps_for(batch)

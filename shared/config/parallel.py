@@ -105,10 +105,5 @@ def _check_dp_attention(flags: EngineFlags) -> None:
         raise ValueError(
             f"dp_attention has the whole attention on each rank: tp is {flags.tp}, pp is {flags.pp}"
         )
-    if flags.speculative is not None:
-        raise ValueError(
-            f"dp_attention has no speculation: speculative is {flags.speculative}, and ranks would have to "
-            "agree on the steps of a round, as they do on the tokens of a step"
-        )
     if flags.ep_num_redundant_experts or flags.eplb_rebalance_num_iterations:
         raise ValueError("dp_attention has no redundant experts and does not rebalance them")

@@ -24,6 +24,7 @@ class PassTokens:
 
     num_tokens: tuple[int, ...]  # of each rank
     is_extend: bool  # whether a rank prefills
+    num_nodes: tuple[int, ...] = (1,)  # of the requests of ranks that decode (1) or verify; distinct
 
 
 class DispatchInStep(ExpertDispatch):
@@ -34,12 +35,15 @@ class DispatchInStep(ExpertDispatch):
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None
 
-    def begin(self, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
-        """Begin a forward pass of all ranks on the device; 0 tokens: this rank has no batch. The numbers are
-        gathered on the CPU, so that no rank waits for its device."""
+    def begin(self, num_tokens: int, is_extend: bool, device: torch.device, num_nodes: int = 1) -> PassTokens:
+        """Begin a forward pass of all ranks on the device; 0 tokens: this rank has no batch. `num_nodes`: of
+        each request, if the rank does not prefill. The numbers are gathered on the CPU, so that no rank waits
+        for its device."""
         # --8<-- [start:begin-a-pass]
-        each = self.ranks.all_gather(torch.tensor([[num_tokens, is_extend]])).tolist()
-        self.tokens = PassTokens(tuple(num for num, _ in each), any(extends for _, extends in each))
+        own = torch.tensor([[num_tokens, is_extend, num_nodes]])
+        nums, extends, nodes = zip(*self.ranks.all_gather(own).tolist())
+        kinds = {n for num, extend, n in zip(nums, extends, nodes) if num > 0 and not extend}
+        self.tokens = PassTokens(nums, any(extends), tuple(sorted(kinds)))
         # --8<-- [end:begin-a-pass]
         return self.tokens
 
@@ -74,7 +78,9 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
             self.num_passes += 1
             self._is_inside = True
             device, is_extend = batch.input_ids.device, batch.forward_mode.is_prefill
-            tokens = dispatch.begin(len(batch.input_ids), is_extend, device)
+            num_tokens = len(batch.input_ids)
+            num_nodes = num_tokens // max(batch.batch_size, 1)
+            tokens = dispatch.begin(num_tokens, is_extend, device, num_nodes)
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
                 self._take_part(batch)
             result = function(batch, *args)

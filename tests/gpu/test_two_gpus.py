@@ -119,6 +119,9 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "not overlapped": {"ep": 2, "disable_overlap_schedule": True},
     "mixed chunks": {"ep": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
     "small pool": {"ep": 2, "max_total_tokens": 128, "schedule_conservativeness": 0.1},
+    "n-gram drafts": {"ep": 2, "speculative": "ngram", "speculative_topk": 1},
+    "n-gram drafts, NCCL": {"speculative": "ngram", "speculative_topk": 1, "use": {"collectives": "nccl"}},
+    "draft model": {"ep": 2, "speculative": "standalone", "speculative_draft_model": "tiny-dense"},
 }
 
 
@@ -133,6 +136,9 @@ def test_replicas_that_share_experts_answer_as_one(way: str) -> None:
     runner: Any = llm.assembly.parts.model_runner
     assert (runner.replays.steps > 0) == ("disable_cuda_graph" not in more)
     assert runner.replays.steps < runner.num_passes
+    if "speculative" in more:
+        assert all(steps.num_replays > 0 for steps in runner.steps.verify)
+        assert llm.scheduler.stats().speculation.num_accepted_tokens > 0
     if way == "small pool":
         assert llm.scheduler.stats().num_retractions > 0
 

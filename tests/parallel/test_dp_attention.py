@@ -80,7 +80,7 @@ class BegunPadded(PaddedDispatch):
     """A padded pass, with NaN in the padding rows, which have chosen experts as other rows have."""
 
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        self.max_size = 4096
+        self.captured = {1: {4096}}
         num_tokens = x.shape[0]
         num_more = max(self.begin(num_tokens, False, x.device).num_tokens) + 1 - num_tokens
         weights, ids = topk
@@ -212,7 +212,7 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
     controller = in_threads(config.updated(dp=2, dp_attention=True), 2)
     run_all(controller, requests()[:2])
     entries = list(controller.dp.log.entries)
-    gathers = [entry for entry in entries if (entry.dtype, entry.shape) == ("int64", (1, 2))]
+    gathers = [entry for entry in entries if (entry.dtype, entry.shape) == ("int64", (1, 3))]
     assert len(gathers) == controller.scheduler.runner.num_passes  # type: ignore[attr-defined]
     num_others = len(entries) - len(gathers) - 3  # three are of the start
     assert num_others == 2 * 4 * len(gathers)  # two layers: tokens, weights, ids, and the sum
@@ -223,7 +223,10 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
     [
         ({"dp": 2, "tp": 2}, "the whole attention on each rank: tp is 2"),
         ({"dp": 2, "ep": 4}, "ep=4 needs dp to be a multiple of it: dp is 2"),
-        ({"dp": 2, "speculative": "ngram"}, "no speculation: .* would have to agree on the steps of a round"),
+        (
+            {"dp": 2, "speculative": "standalone", "speculative_draft_model": "qwen3-moe"},
+            "speculative_draft_model=.*: it has experts",
+        ),
         ({"dp": 2, "ep": 2, "ep_num_redundant_experts": 2}, "no redundant experts"),
         ({"dp": 2, "model": "llama"}, "LlamaForCausalLM has none"),
         ({"dp": 2, "use": {"scheduler": "optimized"}}, "scheduler=optimized, model_runner=reference; choose"),
@@ -239,8 +242,9 @@ def test_what_cannot_step_together(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     given = {"model": "qwen3-moe", "dp_attention": True, **flags}
+    given |= {name: folders[given[name]] for name in ("model", "speculative_draft_model") if name in given}
     with pytest.raises(ValueError, match=message):
-        assemble(make_config(folders[given.pop("model")], **given), tp=ALONE)
+        assemble(make_config(**given), tp=ALONE)
 
 
 def test_the_replicas_that_are_started_together(

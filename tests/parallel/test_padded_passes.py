@@ -94,24 +94,26 @@ def _lost_idle(self: ScheduleInStep) -> Any:
     return STEP(self) if self.scheduler.has_work() else []
 
 
-def _by_own_mode(self: PassDispatch, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
+def _by_own_mode(self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int) -> PassTokens:
     """A rank pads its pass if it does not prefill itself."""
-    tokens = BEGIN(self, num_tokens, is_extend, device)
-    self.is_padded = not is_extend and num_tokens <= self.max_size
+    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes)
+    own = PassTokens((num_tokens,), False, (num_nodes,))
+    self.num_rows = None if is_extend else self._smallest_of_all(own)
     return tokens
 
 
-def _by_own_number(self: PassDispatch, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
+def _by_own_number(self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int) -> PassTokens:
     """The captured size follows from the tokens of this rank."""
-    tokens = BEGIN(self, num_tokens, is_extend, device)
-    self.tokens = PassTokens((num_tokens,) * self.ranks.size, tokens.is_extend) if self.is_padded else tokens
+    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes)
+    if self.is_padded:
+        self.num_rows = self._smallest_of_all(PassTokens((num_tokens,), False))
     return tokens
 
 
-def _stale_counts(self: PassDispatch, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
+def _stale_counts(self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int) -> PassTokens:
     """Graphs read the numbers of tokens of the pass before."""
     before = self.counts(device).clone()
-    tokens = BEGIN(self, num_tokens, is_extend, device)
+    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes)
     self.counts(device).copy_(before)
     return tokens
 

@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig, ModelConfig, read_config, read_draft_config
 from diptych.shared.engine.build.features import Feature
 from diptych.shared.interfaces import CausalLM, MoE, Sampler
 from diptych.shared.loading.load_model import manage_experts
+from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.parallel.agreement import AgreedSampler
 
 
@@ -136,3 +137,16 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
             f"dp_attention with panel={panel}, collectives={selection['collectives']} does not run on "
             f"device={device}: the reference runs over gloo on device=cpu; choose panel=optimized for CUDA"
         )
+    name = config.speculative_draft_model
+    if name is not None:
+        folder = resolve_model_path(name, config.load_format)
+        if config.speculative == "standalone":
+            draft = read_config(folder)
+        else:
+            assert config.speculative in ("eagle", "eagle3", "nextn")
+            draft = read_draft_config(folder, model_config, config.speculative).model
+        if draft.moe is not None:
+            raise ValueError(
+                f"dp_attention does not work with speculative_draft_model={name}: it has experts, and the "
+                "replicas share those of the target alone"
+            )
