@@ -147,8 +147,12 @@ class DecoderForCausalLM(CausalLMModules):
     ) -> torch.Tensor:
         captured = captured or {}
         # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
-        x = Stream(self.embed(input_ids) if input_embeds is None else input_embeds)
+        embeds = self.embed(input_ids) if input_embeds is None else input_embeds
+        first, *added = embeds.split(self.config.hidden_size, dim=1)
+        x = Stream(first.contiguous())
         for layer_id, layer in enumerate(self.model.layers):
+            if 0 < layer_id <= len(added):
+                x = Stream(x.total() + added[layer_id - 1])
             if layer_id in captured:
                 captured[layer_id] = x.copied_total()  # a layer may overwrite its input
             x = layer(x, positions, attention)

@@ -136,7 +136,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos_sin, rotary_dim = self.cos_sin(positions.device), self.rope.rotary_dim
         if not self.rope.is_interleaved:
-            return rotate(x, positions, cos_sin)
+            return rotate(x, positions, cos_sin, self.rope.axis_ends)
         turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
         halves = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         pairs = rotate(halves, positions, cos_sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
@@ -171,6 +171,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             attention.kv_pool.kv_scales[layer.layer_id],
             self.is_deterministic,
             means,
+            self.rope.axis_ends,
         )
 
     def cos_sin(self, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
-from diptych.shared.scheduling.select_embeds import embeds_of_step
+from diptych.shared.scheduling.select_embeds import embeds_of_step, rope_positions_of_step
 from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
@@ -108,12 +108,11 @@ def make_forward_batch(
         embed_rows, embeds = embeds_of_step(extending, start_locs, device)
     before = starts - (lens - extend_lens)  # row of the batch minus position
     num_tokens = len(input_ids)
-    positions = torch.arange(num_tokens, device=device)
-    positions = positions - before.repeat_interleave(extend_lens, output_size=num_tokens)
+    shifts = before.repeat_interleave(extend_lens, output_size=num_tokens)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=ids,
-        positions=positions,
+        positions=torch.arange(num_tokens, device=device) - shifts,
         req_pool_indices=rows,
         seq_lens=lens,
         out_cache_loc=copy_to_device(batch.out_cache_loc, device),
@@ -129,6 +128,7 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
+        rope_positions=rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device),
         custom_mask=_custom_mask(batch, seq_lens, extend_seq_lens, device),
     )
 
@@ -160,14 +160,17 @@ def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch
     bs, slots = batch.batch_size, batch.out_cache_loc
     assert slots is not None
     seq_lens = [req.kv_committed_len for req in batch.reqs]
-    numbers = pinned(7, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
-    ids, positions, rows, lens, slots_row, extend_lens, starts = numbers.numpy()[:, :bs]
+    has_images = any(req.embeds is not None for req in batch.reqs)
+    numbers = pinned(7 + has_images, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
+    ids, positions, rows, lens, slots_row, extend_lens, starts, *rope_positions = numbers.numpy()[:, :bs]
     ids[:] = newest_ids
     lens[:] = seq_lens
     positions[:] = lens - 1
     rows[:] = rows_cpu = rows_of(batch.reqs)
     extend_lens[:] = 1
     starts[:] = range(bs)
+    if has_images:
+        rope_positions[0][:] = positions + [req.rope_delta for req in batch.reqs]
     is_on_host = not slots.is_cuda
     if is_on_host:
         slots_row[:] = slots.numpy()
@@ -184,4 +187,5 @@ def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch
         seq_lens_cpu=tuple(seq_lens),
         extend_seq_lens_cpu=(1,) * bs,
         rows_cpu=tuple(rows_cpu),
+        rope_positions=vectors[7] if has_images else None,
     )

@@ -86,8 +86,11 @@ class DecoderForCausalLM(CausalLMModules):
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         captured = captured or {}
-        x = self.embed(input_ids) if input_embeds is None else input_embeds
+        embeds = self.embed(input_ids) if input_embeds is None else input_embeds
+        x, *added = embeds.split(self.config.hidden_size, dim=1)
         for layer_id, layer in enumerate(self.model.layers):
+            if 0 < layer_id <= len(added):
+                x = x + added[layer_id - 1]
             if layer_id in captured:
                 captured[layer_id] = x
             x = layer(x, positions, attention)

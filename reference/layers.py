@@ -8,7 +8,7 @@ from torch import nn
 
 from diptych.shared.config import RopeConfig
 from diptych.shared.interfaces import layers as interface
-from diptych.shared.modeling.rope import rope_angles
+from diptych.shared.modeling.rope import by_axis, rope_angles
 
 
 class Linear(nn.Module):
@@ -79,7 +79,8 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             cos, sin = angles.cos() * factor, angles.sin() * factor
             both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
             self.table = both.unsqueeze(2)
-        return self.table[positions]
+        rows = self.table[positions]
+        return rows if positions.dim() == 1 else by_axis(rows, self.rope)
 
 
 class SiluAndMul(interface.SiluAndMul):

@@ -11,7 +11,7 @@ import torch
 from diptych.shared.interfaces import SchedulerParts
 from diptych.shared.sampling.logprobs import asked_input_ids, input_logprob_rows
 from diptych.shared.scheduling.pages import evict_for, round_up_to_page
-from diptych.shared.scheduling.select_embeds import embeds_of_step
+from diptych.shared.scheduling.select_embeds import embeds_of_step, rope_positions_of_step
 from diptych.shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
 
@@ -111,6 +111,7 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
+        rope_positions=rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device),
         custom_mask=custom_mask,
     )
 

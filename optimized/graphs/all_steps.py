@@ -49,7 +49,8 @@ class AllSteps:
         def over(buffers: DecodeBuffers | VerifyBuffers) -> BatchSteps:
             return BatchSteps(model, attention, kv_pool, buffers, max_seq_len, results, linear)
 
-        self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device))
+        has_axes = model.config.rope.mrope_section != ()
+        self.decode = over(DecodeBuffers(captured_batch_sizes(config), self.device, has_axes))
         self.verify = [  # for each number of nodes, the most first
             over(VerifyBuffers(verify_batch_sizes(config, n), n, shapes[0].top_k > 1, self.device))
             for n in dict.fromkeys(shape.num_draft_tokens for shape in shapes)

@@ -103,17 +103,20 @@ class PaddedVectors:
 
 
 class DecodeBuffers:
-    """The tensors of decode steps of `batch_sizes` and of their sampling.
+    """The tensors of decode steps of `batch_sizes` and of their sampling. has_axes: the model takes images
+    with positions of their own.
 
     A padding row is a request of one token on the dummy page.
     """
 
     num_nodes = 1  # tokens of each request
 
-    def __init__(self, batch_sizes: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, batch_sizes: tuple[int, ...], device: torch.device, has_axes: bool = False) -> None:
         self.batch_sizes = batch_sizes
         max_bs = batch_sizes[-1]
         inputs = {"input_ids": 0, "positions": 0, "req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
+        inputs |= {"rope_positions": 0} if has_axes else {}
+        self.num_inputs = len(inputs)
         self.ints = PaddedVectors({**inputs, "top_ks": 1, "seeds": 0}, max_bs, torch.int64, device)
         floats = {"temperatures": 1.0, "top_ps": 1.0, "min_ps": 0.0}
         self.floats = PaddedVectors(floats, max_bs, torch.float32, device)
@@ -130,6 +133,7 @@ class DecodeBuffers:
         again."""
         fb = forward_batch
         ints = [fb.input_ids, fb.positions, fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc]
+        ints += [fb.model_positions][: self.num_inputs - len(ints)]
         is_there = self._loaded is not None and self._loaded[0] is info and self._loaded[1] == size
         if info is not None and not is_there:
             self._loaded = info, size
@@ -144,7 +148,7 @@ class DecodeBuffers:
         self._loaded = None
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            **self.ints.heads(size, 5),
+            **self.ints.heads(size, self.num_inputs),
             extend_seq_lens=self.ones[:size],
             extend_start_loc=self.numbers[:size],
             seq_lens_cpu=(1,) * size,

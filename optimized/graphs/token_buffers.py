@@ -71,7 +71,7 @@ class TokenBuffers:
 
     def load(self, batch: ForwardBatch, size: int) -> None:
         n = batch.num_tokens
-        for row, values in zip(self.inputs, (batch.input_ids, batch.positions, batch.out_cache_loc)):
+        for row, values in zip(self.inputs, (batch.input_ids, batch.model_positions, batch.out_cache_loc)):
             row[:n].copy_(values)
         self.inputs[:, n:size].zero_()
         # Attention does not write padding rows, so all are equal, and an MoE routes them to the same few

@@ -3,6 +3,7 @@ layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
+from diptych.reference.modes.qwen_vision import QwenVisionTower, normalized
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.loading.safetensors_file import read_checkpoint
 
-PREFIXES = ("model.", "vision_tower.", "vision_model.")
+PREFIXES = ("model.", "visual.", "vision_tower.", "vision_model.")
 """Prefixes of a weight's name, removed in this order if present."""
 
 
@@ -70,11 +72,10 @@ class VisionTower(nn.Module):
 
     # --8<-- [start:vision-tower]
     @torch.inference_mode()
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [images, 3, image_size, image_size] -> rows for layer 0 of the text model,
-        [images, num_tokens, text_hidden_size]."""
-        colours = torch.tensor([self.config.image_mean, self.config.image_std])[:, :, None, None]
-        x = (pixels.cpu() / 255 - colours[0]) / colours[1]
+    def forward(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each uint8 [3, image_size, image_size] -> rows for layer 0 of the text model,
+        [num_tokens, text_hidden_size]."""
+        x = normalized(torch.stack(list(images)), self.config)
         x = self.patch_embedding(x.to(self.class_embedding)).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
         x = self.pre_layrnorm(x + self.position_embedding.weight)
@@ -82,16 +83,17 @@ class VisionTower(nn.Module):
             x = layer(x)
         if not self.config.has_class_token:
             x = x[:, 1:]
-        return self.linear_2(F.gelu(self.linear_1(x)))
+        return self.linear_2(F.gelu(self.linear_1(x))).unbind()
         # --8<-- [end:vision-tower]
 
 
 def load_vision(
     folder: Path, config: VisionConfig, text_hidden_size: int, device: torch.device, dtype: torch.dtype
-) -> VisionTower:
-    """The tower and the projector of a checkpoint. Raises `ValueError` for weights that are missing or of
-    another shape. Layers after the used features are not read."""
-    tower = VisionTower(config, text_hidden_size)
+) -> VisionTower | QwenVisionTower:
+    """The tower of a checkpoint, and what is behind it. Raises `ValueError` for weights that are missing or
+    of another shape. Layers after the used features are not read."""
+    tower_class = VisionTower if config.dynamic is None else QwenVisionTower
+    tower: VisionTower | QwenVisionTower = tower_class(config, text_hidden_size)
     wanted, found = tower.state_dict(), {}
     for name, info in read_checkpoint(folder).items():
         own = _own_name(name)
@@ -112,7 +114,7 @@ def load_vision(
 
 def _own_name(name: str) -> str | None:
     """The name in `VisionTower` of a checkpoint's weight; None: it is of another part."""
-    is_vision = "vision_tower." in name or "multi_modal_projector." in name
+    is_vision = any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     name = name.removeprefix("multi_modal_projector.").removeprefix("embeddings.").removeprefix("encoder.")

@@ -64,7 +64,7 @@ class Fields:
         return default
 
     def error(self, key: str, wanted: str) -> ValueError:
-        return ValueError(f"{self.where}: {key} is {self.values[key]!r:.80}; it must be {wanted}")
+        return ValueError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {wanted}")
 
     def integer(self, key: str, default: Any = REQUIRED, minimum: int = 1) -> Any:
         maximum = MAXIMA.get(key, MAX_INTEGER)

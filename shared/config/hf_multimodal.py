@@ -32,6 +32,20 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", {}),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3ForCausalLM",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 22_016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 128_000,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500_000.0,
+        },
+    ),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", {}),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", {}),
     "LlavaForConditionalGeneration": (

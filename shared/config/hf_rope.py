@@ -36,7 +36,16 @@ def parse_rope(
         raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
     if rope_type == "longrope":
         return _longrope(fields, rope, RopeConfig(rope_type, theta, rotary_dim))
-    return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
+    scaling = _scaling(rope, rope_type, max_position_embeddings)
+    sections = _mrope_section(rope, rotary_dim)
+    return RopeConfig(rope_type, theta, rotary_dim, **scaling, mrope_section=sections)
+
+
+def _mrope_section(rope: Fields, rotary_dim: int) -> tuple[int, ...]:
+    """(): only prompts with images need it, and they refuse a model without it."""
+    found: Any = rope.values.get("mrope_section")
+    is_valid = isinstance(found, list) and [type(each) for each in found] == [int] * 3 and min(found) > 0
+    return tuple(found) if is_valid and sum(found) == rotary_dim // 2 else ()
 
 
 def _proportional(rope: Fields, base: RopeConfig, default_share: float) -> RopeConfig:

@@ -38,6 +38,14 @@ class RopeConfig:
     is_long: bool = False  # longrope: long_factor is used
     turning_dim: int = 0  # proportional: of rotary_dim, so many turn; the angles of the others are 0
     is_interleaved: bool = False  # dimensions 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
+    # Of images: frequencies that turn by a position in time, by a row and by a column. (): one position.
+    mrope_section: tuple[int, ...] = ()
+
+    @property
+    def axis_ends(self) -> tuple[int, int]:
+        """Frequency i turns by the row if i % 3 is 1 and i is below the first number, by the column if
+        i % 3 is 2 and i is below the second, and else by time."""
+        return (3 * self.mrope_section[1], 3 * self.mrope_section[2]) if self.mrope_section else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The vision tower in the config.json of a LLaVA checkpoint, and how its images are prepared."""
+"""The vision tower in the config.json of a LLaVA or Qwen3-VL checkpoint, and how its images are prepared."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +11,31 @@ from typing import Any
 
 from diptych.shared.config.fields import Fields
 
-LLAVA = "LlavaForConditionalGeneration"
+LLAVA, QWEN3_VL = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3
 
 
 @dataclass(frozen=True)
+class DynamicResolution:
+    """The tower of Qwen3-VL, whose images keep their shape and have as many rows as that needs."""
+
+    min_pixels: int
+    max_pixels: int
+    merge_size: int  # patches on either side of the square that becomes a row of the prompt
+    temporal_patch_size: int  # frames of a patch; an image is so many equal ones
+    grid_size: int  # position embeddings on either side of their grid, which is stretched over the image
+    rope_theta: float
+    deepstack_layers: tuple[int, ...]  # their outputs are added to those of the text model's first layers
+    video_token_id: int
+
+
+@dataclass(frozen=True)
 class VisionConfig:
-    """CLIP's vision transformer, and a projector of two layers behind it."""
+    """CLIP's vision transformer, and a projector of two layers behind it; or, with `dynamic`, Qwen3-VL's."""
 
     image_token_id: int  # the placeholder: one in a prompt's text for each image
-    image_size: int  # pixels on either side
+    image_size: int  # pixels on either side; with `dynamic` a multiple of it
     patch_size: int
     hidden_size: int
     intermediate_size: int
@@ -32,6 +47,7 @@ class VisionConfig:
     resize_to: int  # pixels of an image's shorter side before its middle is cut out
     image_mean: tuple[float, ...] = CLIP_MEAN  # of each colour, in units of 255
     image_std: tuple[float, ...] = CLIP_STD
+    dynamic: DynamicResolution | None = None
 
     @property
     def num_patches(self) -> int:
@@ -39,30 +55,47 @@ class VisionConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the prompt that an image fills."""
+        """Rows of the prompt that an image of fixed size fills."""
         return self.num_patches + self.has_class_token
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of an image of so many pixels, of which each is a row of the prompt."""
+        if self.dynamic is None:
+            return 1, self.num_tokens
+        return height // self.image_size, width // self.image_size
+
+
+def has_tower(folder: Path) -> bool:
+    """Whether a model's config.json names an architecture whose images run."""
+    text = (folder / "config.json").read_text("utf-8")
+    return LLAVA in text or QWEN3_VL in text
 
 
 def read_vision_config(folder: Path) -> VisionConfig | None:
     """None for a model without images that this engine runs. Raises `ValueError` for a LLaVA with other parts
-    than CLIP and a GELU projector, or with other steps of preparation than CLIP's."""
+    than CLIP and a GELU projector, for a Qwen3-VL of another form, or for other steps of preparation."""
     config = _read(folder / "config.json")
-    if config.get("architectures") != [LLAVA]:
+    if config.get("architectures") not in ([LLAVA], [QWEN3_VL]):
         return None
     fields = Fields(config, "config.json")
     tower = Fields(fields.raw("vision_config", "an object"), "config.json, vision_config")
+    return (
+        _llava(folder, fields, tower) if config["architectures"] == [LLAVA] else _qwen(folder, fields, tower)
+    )
+
+
+def _llava(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
     _expect(tower, model_type="clip_vision_model", hidden_act="quick_gelu")
     _expect(fields, projector_hidden_act="gelu")
-    num_layers, layer = tower.integer("num_hidden_layers", 12), config.get("vision_feature_layer", -2)
+    config, num_layers = fields.values, tower.integer("num_hidden_layers", 12)
+    layer = config.get("vision_feature_layer", -2)
     if not isinstance(layer, int) or not -num_layers - 1 <= layer <= num_layers:
         raise fields.error("vision_feature_layer", f"an integer in [{-num_layers - 1}, {num_layers}]")
     strategy = config.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise fields.error("vision_feature_select_strategy", "default or full")
     image_size = tower.integer("image_size", 224)
-    hidden_size, num_heads = tower.integer("hidden_size", 768), tower.integer("num_attention_heads", 12)
-    if hidden_size % num_heads:
-        raise tower.error("num_attention_heads", f"a divisor of hidden_size={hidden_size}")
+    hidden_size, num_heads = _heads(tower, "num_attention_heads", 768, 12)
     resize_to, mean, std = _preparation(folder, image_size)
     return VisionConfig(
         image_token_id=fields.integer(
@@ -83,8 +116,65 @@ def read_vision_config(folder: Path) -> VisionConfig | None:
     )
 
 
-def _preparation(folder: Path, image_size: int) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
-    """resize_to, mean and std of the files that transformers writes; CLIP's where there is none."""
+def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
+    _expect(tower, hidden_act="gelu_pytorch_tanh", in_channels=3)
+    hidden_size, num_heads = _heads(tower, "num_heads", 1152, 16)
+    if hidden_size // num_heads % 4:
+        raise tower.error("num_heads", f"heads of a multiple of 4 dimensions, of hidden_size={hidden_size}")
+    num_layers, patch_size = tower.integer("depth", 27), tower.integer("patch_size", 16)
+    merge_size, frames = tower.integer("spatial_merge_size", 2), tower.integer("temporal_patch_size", 2)
+    num_positions = tower.integer("num_position_embeddings", 2304)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise tower.error("num_position_embeddings", "the square of an integer")
+    key = "deepstack_visual_indexes"
+    deepstack = tower.integers(key) if key in tower else [8, 16, 24]
+    if deepstack != sorted(set(deepstack)) or max(deepstack, default=0) >= num_layers:
+        raise tower.error(key, f"ascending layers in [0, {num_layers})")
+    rope = Fields(tower.values.get("rope_parameters") or {}, f"{tower.where}, rope_parameters")
+    _expect(rope, rope_type="axial")
+    found = _preparation_fields(folder)
+    _expect(found, do_resize=True, do_rescale=True, do_normalize=True, resample=BICUBIC)
+    sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
+    _expect(Fields({"patch_size": 14, **found.values}, found.where), **sizes)
+    size = Fields(found.raw("size", "an object", {}), f"{found.where}, size")
+    mean, std = _colours(found)
+    return VisionConfig(
+        image_token_id=fields.integer("image_token_id", 151_655, minimum=0),
+        image_size=patch_size * merge_size,
+        patch_size=patch_size,
+        hidden_size=hidden_size,
+        intermediate_size=tower.integer("intermediate_size", 4304),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        layer_norm_eps=1e-6,
+        has_class_token=False,
+        projector_bias=True,
+        resize_to=0,
+        image_mean=mean,
+        image_std=std,
+        dynamic=DynamicResolution(
+            min_pixels=found.integer("min_pixels", size.integer("shortest_edge", 56**2)),
+            max_pixels=found.integer("max_pixels", size.integer("longest_edge", 28**2 * 1280)),
+            merge_size=merge_size,
+            temporal_patch_size=frames,
+            grid_size=math.isqrt(num_positions),
+            rope_theta=rope.number("rope_theta", 10_000.0),
+            deepstack_layers=tuple(deepstack),
+            video_token_id=fields.integer("video_token_id", 151_656, minimum=0),
+        ),
+    )
+
+
+def _heads(tower: Fields, key: str, hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """hidden_size and the number of heads; the given ones where they are missing."""
+    hidden_size, num_heads = tower.integer("hidden_size", hidden_size), tower.integer(key, num_heads)
+    if hidden_size % num_heads:
+        raise tower.error(key, f"a divisor of hidden_size={hidden_size}")
+    return hidden_size, num_heads
+
+
+def _preparation_fields(folder: Path) -> Fields:
+    """The preparation of images, from the files that transformers writes; empty where there is none."""
     found: Mapping[str, Any] = {}
     where = "preprocessor_config.json"
     if (folder / where).is_file():
@@ -92,7 +182,13 @@ def _preparation(folder: Path, image_size: int) -> tuple[int, tuple[float, ...],
     elif (folder / "processor_config.json").is_file():
         where = "processor_config.json, image_processor"
         found = _read(folder / "processor_config.json").get("image_processor", {})
-    fields = Fields(found, where)
+    return Fields(found, where)
+
+
+def _preparation(folder: Path, image_size: int) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    """resize_to, mean and std; CLIP's where there is no file."""
+    fields = _preparation_fields(folder)
+    found = fields.values
     _expect(fields, do_resize=True, do_center_crop=True, do_rescale=True, do_normalize=True, resample=BICUBIC)
     size, crop = (found.get(key, image_size) for key in ("size", "crop_size"))
     resize_to = size.get("shortest_edge") if isinstance(size, Mapping) else size
@@ -100,12 +196,18 @@ def _preparation(folder: Path, image_size: int) -> tuple[int, tuple[float, ...],
         raise fields.error("size", f"a shortest_edge of at least {image_size}")
     if crop not in (image_size, {"height": image_size, "width": image_size}):
         raise fields.error("crop_size", f"{image_size} on either side, as in config.json")
+    return resize_to, *_colours(fields)
+
+
+def _colours(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std."""
+    found = fields.values
     for key in ("image_mean", "image_std"):
         value = found.get(key, CLIP_MEAN)
         if not isinstance(value, (list, tuple)) or [type(each) for each in value] != [float] * 3:
             raise fields.error(key, "three numbers with a decimal point")
     mean, std = (tuple(found.get(k, v)) for k, v in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD)))
-    return resize_to, mean, std
+    return mean, std
 
 
 def _expect(fields: Fields, **only: Any) -> None:

@@ -59,7 +59,8 @@ class RotaryEmbedding(nn.Module, ABC):
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [num_tokens] int64; q, k [num_tokens, heads, head_dim] -> rotated, same shapes and
-        dtypes. An implementation may rotate in place."""
+        dtypes. An implementation may rotate in place. With rope.mrope_section also positions [3, num_tokens],
+        in time, by rows and by columns: `diptych.shared.modeling.rope.by_axis`."""
 
 
 class SiluAndMul(nn.Module, ABC):

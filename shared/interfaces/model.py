@@ -23,6 +23,8 @@ class CausalLM(nn.Module, ABC):
 
     A model whose prompts may have rows in place of token ids (`ForwardBatch.embeds`) takes another argument
     of `forward`, `input_embeds` [num_tokens, hidden_size]: it goes into layer 0, and input_ids are not read.
+    With images of Qwen3-VL it is [num_tokens, k * hidden_size], whose later parts are added to the inputs of
+    layers 1 to k - 1, and positions may be [3, num_tokens] (`RopeConfig.mrope_section`).
     """
 
     config: ModelConfig

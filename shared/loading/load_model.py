@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from diptych.shared import registry
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig, read_draft_config
 from diptych.shared.config.speculation_flags import check_windows
-from diptych.shared.config.vision_config import LLAVA
+from diptych.shared.config.vision_config import has_tower
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
     draft_shapes,
@@ -98,7 +98,7 @@ def tell_unused(folder: Path, model_config: ModelConfig) -> None:
         return
     names = read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES + INDEX_DTYPES)
     parts = Counter(part for name in names if (part := unused_part(name, model_config)) is not None)
-    if LLAVA in (folder / "config.json").read_text("utf-8"):  # its tower runs
+    if has_tower(folder):
         del parts["images"]
     what = ", ".join(f"{number} for {part}" for part, number in sorted(parts.items()))
     if what:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from diptych.shared.config.model import AttnTemperature
 from diptych.shared.interfaces.attention import BatchAttention
@@ -20,23 +21,25 @@ def run_model(
     """Run a model: hidden states after the final norm, of attention.rows or of all tokens, and those of
     `layers`, as in `ModelRunner.capture_hidden`."""
     more = {} if batch.embeds is None else {"input_embeds": _input_embeds(model, batch)}
+    positions = batch.model_positions
     if not layers:
-        hidden_states = model(batch.input_ids, batch.positions, attention, **more)
+        hidden_states = model(batch.input_ids, positions, attention, **more)
         if attention.rows is not None and not model.selects_rows:
             hidden_states = hidden_states[attention.rows]
         return hidden_states, None if layers is None else hidden_states
     captured = dict.fromkeys(layers, batch.input_ids)  # any values: the model replaces them
-    hidden_states = model(batch.input_ids, batch.positions, attention, captured, **more)
+    hidden_states = model(batch.input_ids, positions, attention, captured, **more)
     return hidden_states, torch.cat([captured[layer_id] for layer_id in layers], dim=-1)
 
 
 def _input_embeds(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
     """The rows for layer 0, [num_tokens, hidden_size]: embeddings of the batch's token ids, or rows that
-    requests give."""
+    requests give. Behind them in each row what later layers add: zeros, or what requests give."""
     assert batch.embed_rows is not None
     assert batch.embeds is not None
     # --8<-- [start:input-embeds]
     embedded = model.embed(batch.input_ids)
+    embedded = F.pad(embedded, (0, batch.embeds.shape[1] - embedded.shape[1]))
     return embedded.index_copy(0, batch.embed_rows, batch.embeds.to(embedded.dtype))
     # --8<-- [end:input-embeds]
 

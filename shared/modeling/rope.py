@@ -44,6 +44,19 @@ def rope_angles(rope: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor
     return angles, factor
 
 
+def by_axis(values: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """values [3, num_tokens, ..., k * rotary_dim / 2], of positions in time, by rows and by columns ->
+    [num_tokens, ..., k * rotary_dim / 2]: each frequency takes the value of its own axis."""
+    # --8<-- [start:by-axis]
+    frequency = torch.arange(rope.rotary_dim // 2, device=values.device)
+    axis = torch.zeros_like(frequency)
+    for i, end in enumerate(rope.axis_ends, 1):
+        axis[(frequency % 3 == i) & (frequency < end)] = i
+    axis = axis.repeat(values.shape[-1] // len(axis))
+    return values.gather(0, axis.expand(1, *values.shape[1:]))[0]
+    # --8<-- [end:by-axis]
+
+
 def _unscaled(rope: RopeConfig, theta: float) -> torch.Tensor:
     """theta^(-2i / rotary_dim)"""
     dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")

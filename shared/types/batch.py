@@ -85,7 +85,9 @@ class ForwardBatch:
     # Rows (token indices of this batch) whose input to layer 0 is given, and this input. None: all inputs are
     # embeddings of input_ids.
     embed_rows: torch.Tensor | None = None  # [n] int64
-    embeds: torch.Tensor | None = None  # [n, hidden_size]
+    embeds: torch.Tensor | None = None  # [n, k * hidden_size], see `PromptEmbeds.rows`
+    # What tokens rotate by, int64 [num_tokens], or [3, num_tokens]: by time, row and column. None: positions.
+    rope_positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, bs = self.input_ids.shape[0], self.req_pool_indices.shape[0]
@@ -111,6 +113,11 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def model_positions(self) -> torch.Tensor:
+        """The positions that a model takes."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
     @property
     def last_token_rows(self) -> torch.Tensor:

@@ -114,6 +114,11 @@ class Req:
         return self.fill_ids if self.embeds is None else self.key_ids[: len(self.fill_ids)]
 
     @property
+    def rope_delta(self) -> int:
+        """What is added to the position of an output token: it rotates by the sum."""
+        return 0 if self.embeds is None else self.embeds.rope_delta
+
+    @property
     def prompt_text_ids(self) -> list[int]:
         """The prompt as text; empty where it came as rows alone."""
         return self.origin_input_ids if self.embeds is None or self.embeds.has_token_ids else []

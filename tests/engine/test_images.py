@@ -285,9 +285,9 @@ def test_the_tower_runs_once_for_each_image() -> None:
     """And rows of an image are those of its call alone; the least recently used ones go."""
     calls: list[int] = []
 
-    def tower(pixels: torch.Tensor) -> torch.Tensor:
-        calls.append(len(pixels))
-        return pixels.float().mean(dim=1)
+    def tower(images: list[torch.Tensor]) -> list[torch.Tensor]:
+        calls.append(len(images))
+        return [image.float().mean(dim=0) for image in images]
 
     images = {name: torch.full((3, 2, 2), float(ord(name))) for name in "abcd"}
 
@@ -306,19 +306,19 @@ def test_the_tower_runs_once_for_each_image() -> None:
     assert len(calls) == 4
 
 
-def without_the_class_token(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
+def without_the_class_token(tower: VisionTower, images: Any) -> Any:
     """Patches do not see it."""
     hook = tower.pre_layrnorm.register_forward_hook(lambda _, __, x: torch.cat([x[:, 1:2], x[:, 1:]], 1))
     try:
-        return VisionTower.forward(tower, pixels)
+        return VisionTower.forward(tower, images)
     finally:
         hook.remove()
 
 
-def one_layer_more(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
+def one_layer_more(tower: VisionTower, images: Any) -> Any:
     tower.layers.append(tower.layers[-1])
     try:
-        return VisionTower.forward(tower, pixels)
+        return VisionTower.forward(tower, images)
     finally:
         del tower.layers[-1]
 
@@ -343,6 +343,6 @@ def test_planted_bugs_in_keys_are_found(
 def test_planted_bugs_in_the_tower_are_found(bug: Bug, folder: Path, expected: list[Answer]) -> bool:
     llm = engine(folder)
     tower = llm.assembly.vision
-    tower.forward = lambda pixels: bug.plant(tower, pixels)
+    tower.forward = lambda images: bug.plant(tower, images)
     found = [ids for ids, _ in answers(llm, PROMPTS)]
     return found != [ids for ids, _ in expected]

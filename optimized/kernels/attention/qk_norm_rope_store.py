@@ -36,16 +36,24 @@ MANY_TOKENS = 512
 @triton.jit
 def _cos_sin(
     cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position,
-    ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr,
 ):  # fmt: skip
-    """Load cos and sin of each token, each [TOKENS, 1, BLOCK_HALF]."""
-    live = tokens < num_tokens
-    positions = tl.load(positions_ptr + tokens, mask=live, other=0)
+    """Load cos and sin of each token, each [TOKENS, 1, BLOCK_HALF]. ROWS_END, COLUMNS_END:
+    `RopeConfig.axis_ends`, where a token has three positions; else 0."""
+    live = (tokens < num_tokens)[:, None, None]
+    offs = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask = live & (offs < ROTARY_DIM // 2)
+    if ROWS_END > 0:
+        is_row = (offs % 3 == 1) & (offs < ROWS_END)
+        is_column = (offs % 3 == 2) & (offs < COLUMNS_END)
+        axis = tl.where(is_row, 1, tl.where(is_column, 2, 0))
+        places = positions_ptr + axis * num_tokens + tokens[:, None, None]
+        positions = tl.load(places, mask=mask, other=0)
+    else:
+        positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=0)[:, None, None]
     # Draft tokens may lie beyond the context's end. They are dropped, so their angle does not matter.
     positions = tl.minimum(positions, last_position)
-    offs = tl.arange(0, BLOCK_HALF)[None, None, :]
-    mask = live[:, None, None] & (offs < ROTARY_DIM // 2)
-    angles = cos_sin_ptr + (positions * ROTARY_DIM)[:, None, None] + offs
+    angles = cos_sin_ptr + positions * ROTARY_DIM + offs
     cos = tl.load(angles, mask=mask, other=0.0)
     sin = tl.load(angles + ROTARY_DIM // 2, mask=mask, other=0.0)
     return cos, sin
@@ -132,7 +140,7 @@ def _qk_norm_rope_store_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
     Q_SPACING: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     K_HEAD: tl.constexpr = NUM_QO_HEADS * Q_SPACING  # the first of k in a row of qkv
     QO_GROUPS: tl.constexpr = (NUM_QO_HEADS + HEADS - 1) // HEADS
@@ -147,8 +155,9 @@ def _qk_norm_rope_store_kernel(
     live = live[:, None, None]
     if group < QO_GROUPS + KV_GROUPS:
         cos, sin = _cos_sin(
-            cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position, ROTARY_DIM, BLOCK_HALF
-        )
+            cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position,
+            ROTARY_DIM, BLOCK_HALF, ROWS_END, COLUMNS_END,
+        )  # fmt: skip
         if group < QO_GROUPS:
             heads = (group * HEADS + tl.arange(0, HEADS))[None, :, None]
             q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
@@ -185,13 +194,16 @@ def _rotate_kernel(
     x_ptr, y_ptr, positions_ptr, cos_sin_ptr, num_tokens, last_position, stride_x, stride_x_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    cos, sin = _cos_sin(cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position, ROTARY_DIM, BLOCK_HALF)
+    cos, sin = _cos_sin(
+        cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position,
+        ROTARY_DIM, BLOCK_HALF, ROWS_END, COLUMNS_END,
+    )  # fmt: skip
     rows = tokens.to(tl.int64)[:, None, None]
     _norm_and_rotate(
         x_ptr + rows * stride_x + heads * stride_x_head, y_ptr + (rows * NUM_HEADS + heads) * HEAD_DIM,
@@ -235,9 +247,11 @@ def mean_squares(qkv: torch.Tensor, q_size: int, k_size: int, num_ranks: int = 1
     return means
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, axis_ends: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
     """The rotation alone: x [n, heads, head_dim], of any strides but the last -> a new contiguous tensor.
-    positions and cos_sin as in qk_norm_rope_store."""
+    positions, cos_sin and axis_ends as in qk_norm_rope_store."""
     num_tokens, num_heads, head_dim = x.shape
     assert x.stride(2) == 1
     assert positions.is_contiguous()
@@ -245,10 +259,16 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
     tiles, grid = _tiles(num_tokens, (num_heads,), head_dim, cos_sin.shape[1])
     _rotate_kernel[grid](
         x, y, positions, cos_sin, num_tokens, cos_sin.shape[0] - 1, x.stride(0), x.stride(1),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin.shape[1], **tiles, num_warps=4,
-        **pdl_options(x),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin.shape[1], **tiles,
+        **_axis_ends(positions, axis_ends), num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return y
+
+
+def _axis_ends(positions: torch.Tensor, axis_ends: tuple[int, int]) -> dict[str, int]:
+    rows_end, columns_end = axis_ends if positions.dim() == 2 else (0, 0)
+    assert positions.dim() == 1 or rows_end > 0, f"{positions.dim()}-dimensional positions"
+    return {"ROWS_END": rows_end, "COLUMNS_END": columns_end}
 
 
 def _tiles(
@@ -297,6 +317,7 @@ def qk_norm_rope_store(
     kv_scales: KVScales = NO_SCALES,
     is_deterministic: bool = False,
     means: torch.Tensor | None = None,
+    axis_ends: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """qkv [n, (q_spacing * num_qo_heads + 2 * num_kv_heads) * head_dim]: behind each head of q, q_spacing - 1
     heads are left out. positions and out_cache_loc [n], cos_sin float32 [positions, rotary_dim] (cosines,
@@ -306,6 +327,7 @@ def qk_norm_rope_store(
     is_deterministic: a head is normed in the same order whatever n is.
     means: float32 [n, 2], the mean squares of all heads of q and of k. Each of the two has one norm then, and
     its weight as many elements as the heads together.
+    axis_ends: those of `RopeConfig`; positions may be [3, n] with them.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
     be from before the last launch that was not a programmatic dependent one."""
@@ -328,6 +350,6 @@ def qk_norm_rope_store(
         NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles, Q_SPACING=q_spacing,
         HAS_NORM=q_weight is not None, WIDE=means is not None, UNIT_OFFSET=unit_offset,
-        num_warps=4, **pdl_options(qkv),
+        **_axis_ends(positions, axis_ends), num_warps=4, **pdl_options(qkv),
     )  # fmt: skip
     return q

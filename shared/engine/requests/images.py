@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,6 +19,7 @@ import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.config.vision_config import VisionConfig
+from diptych.shared.engine.requests.image_grid import dynamic_size, rope_positions
 from diptych.shared.engine.requests.input_embeds import check_supported, digest_key
 from diptych.shared.types import PromptEmbeds
 
@@ -63,64 +66,88 @@ def images_prompt(
     if len(images) > MAX_IMAGES:
         raise ValueError(f"a prompt has at most {MAX_IMAGES} images, got {len(images)}")
     config: VisionConfig = vision.config
-    prompt_ids = expand_placeholders(prompt_ids, len(images), config)
+    pixels = [pixels_of(image, config) for image in images]
+    prompt_ids = expand_placeholders(prompt_ids, [tuple(each.shape[1:]) for each in pixels], config)
     if len(prompt_ids) >= (engine_config.context_len or 0):
         raise ValueError(
             f"the prompt has {len(prompt_ids)} tokens with its images; the context has "
             f"{engine_config.context_len}"
         )
-    return prompt_ids, image_embeds(prompt_ids, [pixels_of(image, config) for image in images], vision)
+    return prompt_ids, image_embeds(prompt_ids, pixels, vision)
 
 
-# --8<-- [start:expand-placeholders]
-def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionConfig) -> list[int]:
-    """Repeat each placeholder once for each row of its image."""
-    found = prompt_ids.count(config.image_token_id)
+def expand_placeholders(
+    prompt_ids: list[int], sizes: Sequence[tuple[int, ...]], config: VisionConfig
+) -> list[int]:
+    """Repeat each placeholder once for each row of its image. sizes: height and width of
+    each image, in pixels."""
+    if config.dynamic is not None and config.dynamic.video_token_id in prompt_ids:
+        raise ValueError(
+            f"the prompt has a placeholder of a video (token {config.dynamic.video_token_id}): videos are "
+            "not supported, images are"
+        )
+    # --8<-- [start:expand-placeholders]
+    found, num_images = prompt_ids.count(config.image_token_id), len(sizes)
     if found != num_images:
         raise ValueError(
             f"the prompt has {found} placeholders (token {config.image_token_id}) for "
             f"{num_images} images: give one for each image"
         )
+    num_rows = iter([math.prod(config.grid_of(*size)) for size in sizes])
     expanded: list[int] = []
     for token_id in prompt_ids:
-        is_image = token_id == config.image_token_id
-        expanded += [token_id] * (config.num_tokens if is_image else 1)
+        expanded += [token_id] * (next(num_rows) if token_id == config.image_token_id else 1)
     return expanded
-
-
-# --8<-- [end:expand-placeholders]
+    # --8<-- [end:expand-placeholders]
 
 
 # --8<-- [start:image-embeds]
 def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], vision: Any) -> PromptEmbeds:
-    """The `PromptEmbeds` of images, each uint8 [3, image_size, image_size]. prompt_ids
-    have num_tokens placeholders for each."""
-    key_ids = list(prompt_ids)
-    is_image = torch.tensor(prompt_ids) == vision.config.image_token_id
-    positions = is_image.nonzero()[:, 0]
-    if len(positions) != len(images) * vision.config.num_tokens:
+    """The `PromptEmbeds` of images, each uint8 [3, height, width]. prompt_ids have a
+    placeholder for each row."""
+    config, key_ids = vision.config, list(prompt_ids)
+    positions = (torch.tensor(prompt_ids) == config.image_token_id).nonzero()[:, 0]
+    grids = [config.grid_of(*image.shape[1:]) for image in images]
+    if len(positions) != sum(map(math.prod, grids)):
         raise ValueError(f"{len(positions)} placeholders for {len(images)} images")
-    digests = [sha256(image.numpy().tobytes()).digest() for image in images]
-    for i, position in enumerate(positions.tolist()):
-        image, row = divmod(i, vision.config.num_tokens)
-        key_ids[position] = digest_key(b"image", digests[image] + row.to_bytes(4, "little"))
+    digests = [sha256(pack_pixels(image)).digest() for image in images]
+    rows_of_images = [(d, row) for d, grid in zip(digests, grids) for row in range(math.prod(grid))]
+    for position, (digest, row) in zip(positions.tolist(), rows_of_images):
+        key_ids[position] = digest_key(b"image", digest + row.to_bytes(4, "little"))
     rows = torch.cat(vision.known.rows_of(digests, images, vision))
-    return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
+    if config.dynamic is None:
+        return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
+    places = rope_positions(positions.tolist(), grids, len(prompt_ids))
+    delta = int(places.max()) + 1 - len(prompt_ids)
+    return PromptEmbeds(positions, rows, key_ids, True, places, delta)
     # --8<-- [end:image-embeds]
 
 
+def pack_pixels(pixels: torch.Tensor) -> bytes:
+    """uint8 [3, height, width] as the engine's process receives it: height and width, then the pixels."""
+    return struct.pack("<II", *pixels.shape[1:]) + pixels.numpy().tobytes()
+
+
+def size_of_packed(data: bytes) -> tuple[int, int]:
+    """height and width of the result of `pack_pixels`"""
+    height, width = struct.unpack_from("<II", data)
+    return height, width
+
+
 def received_images(prompt_ids: list[int], images: Sequence[bytes], vision: Any) -> PromptEmbeds:
-    """`image_embeds` of the bytes in which the engine's process receives the results of `pixels_of`."""
+    """`image_embeds` of results of `pack_pixels`."""
     if vision is None:
         raise ValueError("this engine takes no images")
-    size = vision.config.image_size
-    pixels = [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(3, size, size) for each in images]
+    pixels = [
+        torch.frombuffer(bytearray(each), dtype=torch.uint8, offset=8).view(3, *size_of_packed(each))
+        for each in images
+    ]
     return image_embeds(prompt_ids, pixels, vision)
 
 
 def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
-    """The pixels of an image, uint8 [3, image_size, image_size]: the shorter side is resized and the centre
-    cropped, as for CLIP. Raises `ValueError` for an invalid or too large image."""
+    """The pixels of an image, uint8 [3, height, width], resized for the model. Raises `ValueError` for an
+    invalid or too large image."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -147,13 +174,20 @@ def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
         image = ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"the image is damaged: {error}") from None
+    if config.dynamic is None:
+        image = _cropped(image, config, Image.Resampling.BICUBIC)
+    else:
+        image = image.resize(dynamic_size(image.size, config), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _cropped(image: Any, config: VisionConfig, resampling: Any) -> Any:
     # --8<-- [start:pixels-of-image]
     short, size = min(image.size), config.image_size
     width, height = (int(side * config.resize_to / short) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    image = image.resize((width, height), resampling)
     left, top = (width - size) // 2, (height - size) // 2
-    image = image.crop((left, top, left + size, top + size))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return image.crop((left, top, left + size, top + size))
     # --8<-- [end:pixels-of-image]
 
 
@@ -205,6 +239,8 @@ def take_images(messages: Any) -> tuple[Any, list[Any]]:
         kept = []
         for part in parts:
             kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in ("video", "video_url"):
+                raise ValueError(f"a part of type {kind}: videos are not supported, images are")
             if kind in ("image", "image_url"):
                 images.append(_image_of(part, kind))
                 kept.append({"type": "image"})

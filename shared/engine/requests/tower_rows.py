@@ -26,13 +26,13 @@ class TowerRows:
     def rows_of(
         self, digests: Sequence[bytes], images: Sequence[torch.Tensor], tower: Any
     ) -> list[torch.Tensor]:
-        """The rows [num_tokens, text_hidden_size] of each image. `tower` runs once,
+        """The rows [num_tokens, k * text_hidden_size] of each image. `tower` runs once,
         over the images that are not in the table."""
         with self._lock:
             found = {d: self._rows[d] for d in digests if d in self._rows}
         new = {d: image for d, image in zip(digests, images) if d not in found}
         if new:
-            found |= zip(new, tower(torch.stack(list(new.values()))).unbind())
+            found |= zip(new, tower(list(new.values())))
         with self._lock:
             for digest in dict.fromkeys(digests):
                 self._keep(digest, found[digest])

@@ -183,7 +183,7 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
         chat = chat_request(body)
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
         args = template_args_of(chat, state.prompts)
-        prompt = await state.prompts.of_messages(chat.messages, tools, args)
+        prompt, _ = await state.prompts.of_messages(chat.messages, tools, args)
         return {"input_tokens": len(prompt.ids)}
 
 

@@ -37,8 +37,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     prompts = state.prompts
-    prompt = await prompts.of_messages(body.messages, tools, template_args_of(body, prompts))
-    images = await prompts.of_images(body.messages)
+    prompt, images = await prompts.of_messages(body.messages, tools, template_args_of(body, prompts))
     length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = getattr(body, length_field)
     if images and body.truncate_prompt_tokens is not None:

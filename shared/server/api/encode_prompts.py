@@ -15,7 +15,9 @@ from diptych.shared.engine.requests.images import (
     MAX_IMAGES,
     bytes_of_data_url,
     expand_placeholders,
+    pack_pixels,
     pixels_of,
+    size_of_packed,
 )
 from diptych.shared.interfaces.detokenizer import Detokenizer, TokenText
 from diptych.shared.interfaces.dialect import Dialect
@@ -82,14 +84,15 @@ class Prompts:
 
     async def of_messages(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template_args: dict[str, Any]
-    ) -> Conversation:
-        """A conversation as a prompt, by the model's chat template. Images have their placeholders."""
+    ) -> tuple[Conversation, list[bytes]]:
+        """A conversation as a prompt, by the model's chat template, and the pixels of its images, as the
+        engine takes them. Each row of an image has a placeholder."""
         tokenizer = self._need_tokenizer()
         num_chars = sum(map(_num_chars, messages)) + _num_chars_in(tools)
         if num_chars > self.max_text_bytes:
             raise self._too_many(num_chars, "messages")
-        num_images = sum(_is_image(part) for message in messages for part in _parts(message))
-        config = self._need_vision() if num_images else None
+        images = await self._of_images(messages)
+        sizes, vision = [size_of_packed(each) for each in images], self.ready.vision
 
         markers = (self.dialect.reasoning or ())[:2]
         is_continued = template_args.get("continue_final_message", False)
@@ -103,12 +106,12 @@ class Prompts:
                 ending_with=() if is_continued else markers,
                 **template_args,
             )
-            ids = prompt.ids if config is None else expand_placeholders(prompt.ids, num_images, config)
+            ids = expand_placeholders(prompt.ids, sizes, vision) if images and vision else prompt.ids
             ending = markers[1] if markers and is_continued else prompt.ending  # the answer has begun
             return Conversation(ids, ending)
 
         conversation: Conversation = await self._run("messages", render)
-        return conversation
+        return conversation, images
 
     def reasoning_fields(self, prompt: Conversation) -> dict[str, Any]:
         """Fields of SamplingParams: a constraint on the answer begins behind its reasoning."""
@@ -137,8 +140,7 @@ class Prompts:
         resolved: SamplingParams = await self._run("bad_words", with_bad_word_ids, params, self.tokenizer)
         return resolved
 
-    async def of_images(self, messages: Sequence[Message]) -> list[bytes]:
-        """The pixels of the images in a conversation, as the engine takes them."""
+    async def _of_images(self, messages: Sequence[Message]) -> list[bytes]:
         urls = [part.image_url.url for message in messages for part in _parts(message) if _is_image(part)]
         if not urls:
             return []
@@ -150,7 +152,7 @@ class Prompts:
     def _need_vision(self) -> VisionConfig:
         if self.ready.vision is None:
             raise bad_request(
-                "this server takes no images: they need a LLaVA model and panel=reference", "messages"
+                "this server takes no images: they need a LLaVA or Qwen3-VL model on one rank", "messages"
             )
         return self.ready.vision
 
@@ -226,7 +228,7 @@ def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: 
 
 def _pixels(url: str, config: VisionConfig) -> bytes:
     """Read the pixels of a data URL. Other URLs are refused: a client names no file of the server."""
-    return pixels_of(bytes_of_data_url(url), config).numpy().tobytes()
+    return pack_pixels(pixels_of(bytes_of_data_url(url), config))
 
 
 def _parts(message: Message) -> list[Any]:
@@ -262,7 +264,7 @@ def _num_chars_in(value: Any) -> int:
 def _plain(message: Message) -> dict[str, Any]:
     """A message as a mapping."""
     content: Any = message.content
-    if isinstance(content, list) and any(map(_is_image, content)):  # templates of LLaVA take parts
+    if isinstance(content, list) and any(map(_is_image, content)):  # templates of such models take parts
         content = [{"type": "image"} if _is_image(part) else part.model_dump() for part in content]
     elif isinstance(content, list):
         content = "".join(part.text for part in content)

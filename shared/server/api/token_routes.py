@@ -86,7 +86,8 @@ async def _of_messages(body: ConversationFields, state: ServerState) -> list[int
     chat = ChatRequest(**{name: getattr(body, name) for name in CHAT_FIELDS})
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
     args = template_args_of(chat, state.prompts)
-    return (await state.prompts.of_messages(chat.messages, tools or None, args)).ids
+    prompt, _ = await state.prompts.of_messages(chat.messages, tools or None, args)
+    return prompt.ids
 
 
 def _tokenized(ids: list[Any], with_texts: bool, state: ServerState) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from diptych.shared.types import (
     TokenLogprob,
 )
 
-VERSION = 12
+VERSION = 13
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -53,7 +53,7 @@ class Generate(Message):
     prefill_server: str | None = None  # that computes the prompt, signed by the router
     lora: str | None = None  # name of an adapter
     is_pooling: bool = False  # no tokens, but an embedding
-    images: list[bytes] = []  # uint8 [3, image_size, image_size] each; input_ids have their placeholders
+    images: list[bytes] = []  # of `pack_pixels`; input_ids have their placeholders
     input_embeds: bytes = b""  # float32 [len(input_ids), hidden_size] in place of input_ids; empty: none
     diffusion: DiffusionParams | None = None  # None: token by token
 

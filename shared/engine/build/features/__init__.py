@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diptych.shared.config.vision_config import LLAVA
+from diptych.shared.config.vision_config import has_tower
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import (
     CausalLM,
@@ -44,7 +44,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("beside_model:RewardHead", lambda plan: plan.model_config.num_labels),
     ("beside_model:LinearStates", lambda plan: plan.model_config.linear_attention),
     ("beside_model:LayersThatDiffer", lambda plan: plan.model_config.kv_heads),
-    ("beside_model:Vision", lambda plan: LLAVA in (plan.folder / "config.json").read_text("utf-8")),
+    ("beside_model:Vision", lambda plan: has_tower(plan.folder)),
     ("beside_model:Lora", lambda plan: plan.config.lora_paths or plan.config.max_loras_per_batch),
     ("beside_model:Speculation", lambda plan: plan.config.speculative),
     (

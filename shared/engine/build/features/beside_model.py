@@ -34,14 +34,32 @@ class RewardHead(Feature):
 class Vision(Feature):
     """The vision tower of a model that takes images."""
 
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.config = read_vision_config(plan.folder) if takes_images(plan.config) else None
+
+    def check(self) -> None:
+        model, dynamic = self.plan.model_config, self.config and self.config.dynamic
+        if not dynamic:
+            return
+        if not model.rope.mrope_section:
+            half = model.rope.rotary_dim // 2
+            raise ValueError(
+                f"images of this model need a mrope_section of three integers whose sum is {half}"
+            )
+        if len(dynamic.deepstack_layers) >= model.num_hidden_layers:
+            raise ValueError(
+                f"deepstack_visual_indexes has {len(dynamic.deepstack_layers)} layers; with "
+                f"{model.num_hidden_layers} layers of text at most {model.num_hidden_layers - 1}"
+            )
+
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
         plan = self.plan
-        vision_config = read_vision_config(plan.folder)
-        if vision_config is None or not takes_images(plan.config):
+        if self.config is None:
             return {}
         load_vision = registry.load_part("vision").load_vision
         size = plan.model_config.hidden_size
-        return {"vision": load_vision(plan.folder, vision_config, size, plan.device, plan.dtype)}
+        return {"vision": load_vision(plan.folder, self.config, size, plan.device, plan.dtype)}
 
 
 def num_kept_states(config: EngineConfig) -> int:
