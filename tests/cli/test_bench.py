@@ -87,11 +87,11 @@ def test_engines_of_one_and_two_ranks(diptych: Diptych, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())["results"]
     assert [(row["case"], row["flags"]["tp"]) for row in rows] == [
-        ("concurrency 2, tp 2", 2), ("concurrency 2, tp 1", 1),
+        ("concurrency 2, tp 1", 1), ("concurrency 2, tp 2", 2),
     ]  # fmt: skip
     speeds = [row["tokens_per_s"]["median"] for row in rows]
     assert plot.read_text().startswith("<?xml")
-    ratio = f"{speeds[0] / speeds[1]:.2f}"
+    ratio = f"{speeds[1] / speeds[0]:.2f}"
     assert f"concurrency 2: tp 2 has {ratio} times the throughput of tp 1 (ideal 2)" in result.output
 
 

@@ -87,7 +87,7 @@ def rms_norm_add(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> torch.Tensor:
     """residual + norm(x), both [n, size], rounded after the norm and after the sum. residual is
-    overwritten."""
+    overwritten. The product with the weight and the sum would become one instruction, which rounds once."""
     _launch(x, residual, residual, weight, eps, unit_offset, adds_behind=True)
     return residual
 
@@ -121,7 +121,7 @@ def _launch(
         num_rows, eps, x.stride(-2), x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         SIZE=size, BLOCK=block, ROWS=rows, PARTS=x.shape[0] if x.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None, ADDS_BEHIND=adds_behind, UNIT_OFFSET=unit_offset,
-        num_warps=num_warps, **pdl_options(x),
+        num_warps=num_warps, enable_fp_fusion=not adds_behind, **pdl_options(x),
     )  # fmt: skip
 
 

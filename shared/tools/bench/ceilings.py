@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +40,14 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return ceilings
+
+
+def ceilings_before_engine(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """On a GPU by a process that ends: what its libraries keep would be missing on rank 0 alone."""
+    if device.type != "cuda":
+        return measure_ceilings(device, dtype)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure_ceilings, device, dtype).result()
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -75,7 +75,7 @@ def ceilings_of(flags: dict[str, Any]) -> Ceilings | None:
     """Measure the ceilings for the device and dtype of an engine with these flags."""
     from diptych.shared.config import EngineConfig, read_config
     from diptych.shared.loading.model_path import resolve_model_path
-    from diptych.shared.tools.bench.ceilings import device_and_dtype, measure_ceilings
+    from diptych.shared.tools.bench.ceilings import ceilings_before_engine, device_and_dtype
     from diptych.shared.tools.bench.step_cost import is_one_engine
 
     config = EngineConfig().updated(**flags)
@@ -84,7 +84,7 @@ def ceilings_of(flags: dict[str, Any]) -> Ceilings | None:
         return None
     print("measuring what the device can do", file=sys.stderr)
     model_config = read_config(resolve_model_path(config.model, config.load_format))
-    return measure_ceilings(*device_and_dtype(flags, model_config))
+    return ceilings_before_engine(*device_and_dtype(flags, model_config))
 
 
 class Progress:

@@ -113,7 +113,7 @@ class StepBenchmark(Benchmark):
         from diptych.shared.config import read_config
         from diptych.shared.loading.model_path import resolve_model_path
         from diptych.shared.tools.bench import step as bench
-        from diptych.shared.tools.bench.ceilings import device_and_dtype, measure_ceilings
+        from diptych.shared.tools.bench.ceilings import ceilings_before_engine, device_and_dtype
         from diptych.shared.tools.bench.result_header import ceilings_as_json, engine_facts
 
         config = read_config(resolve_model_path(model, "dummy"))
@@ -121,7 +121,7 @@ class StepBenchmark(Benchmark):
         device, dtype = device_and_dtype(self.flags, config)
         name = str(dtype).removeprefix("torch.")
         if name not in self.ceilings:  # before the model takes the memory
-            self.ceilings[name] = measure_ceilings(device, dtype)
+            self.ceilings[name] = ceilings_before_engine(device, dtype)
             self.facts["ceilings"] = {each: ceilings_as_json(found) for each, found in self.ceilings.items()}
         llm = launch.start_llm(flags)
         self.engines[model] = engine_facts(llm)

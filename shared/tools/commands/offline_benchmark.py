@@ -102,7 +102,8 @@ class OfflineBenchmark(EnginesBenchmark):
         super().measure(progress)
 
     def engines(self) -> list[dict[str, Any]]:
-        return [{"tp": size} for size in self.tp_sizes] or super().engines()
+        """Most ranks first: an engine of one leaves memory in use, as kernels and graphs, on rank 0's GPU."""
+        return [{"tp": size} for size in sorted(self.tp_sizes, reverse=True)] or super().engines()
 
     def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
         from diptych.shared.tools.bench import offline
@@ -130,7 +131,8 @@ class OfflineBenchmark(EnginesBenchmark):
             offline.measure(llm, result, sampling, on_run=progress.on_run, **self.repeats)
 
     def complete(self) -> list[CaseResult]:
-        return [result for result in self.results if result.runs]
+        complete = [result for result in self.results if result.runs]
+        return sorted(complete, key=lambda result: result.facts["flags"]["tp"] if self.tp_sizes else 0)
 
     def notes(self, results: list[CaseResult]) -> Iterator[str]:
         for result in results:

@@ -14,8 +14,7 @@ from diptych.shared.tools.conformance.kernels.problem import Problem, Suspect
 
 def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
     """Attention in float64 from the problem's own tensors, with a change for each known mistake."""
-    q, k = problem["q"].cpu().double(), problem["k"].cpu().double()
-    v = problem["v"].cpu().double() if "v" in problem.tensors else k[..., : problem.constants["rank"]]
+    q, k, v = inputs_of(problem)
     if change.get("swapped"):
         k, v = v, k
     table, lens = changed_table(problem["page_table"].cpu().long(), change), problem["lens"].tolist()
@@ -50,13 +49,20 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
     return {"out": output, "lse": lse} if change.get("lse") else {"out": output}
 
 
+def inputs_of(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v in float64. Without v the first `rank` numbers of a row of k are the value."""
+    q, k = problem["q"].cpu().double(), problem["k"].cpu().double()
+    v = problem["v"].cpu().double() if "v" in problem.tensors else k[..., : problem.constants["rank"]]
+    return q, k, v
+
+
 def rounding_of_scores(problem: Problem) -> float:
     """How far an element of the output may be off when scores are sums in float32, in any order.
 
     The roundings of a sum of n products are a random walk: they add up to sqrt(n) * 2^-24 * sum(|q_i * k_i|)
     or less (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). Scores that
     are off by d_t move the output, sum(p_t * v_t), by sum(p_t * d_t * (v_t - output))."""
-    q, k, v = (problem[name].cpu().double() for name in "qkv")
+    q, k, v = inputs_of(problem)
     kv_heads = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[2])
     starts, lens, largest = problem["qo_indptr"].cpu(), problem["lens"].tolist(), 0.0
     for i, rows in enumerate(q.split(starts.diff().tolist())):
