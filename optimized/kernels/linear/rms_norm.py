@@ -87,7 +87,7 @@ def rms_norm_add(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> torch.Tensor:
     """residual + norm(x), both [n, size], rounded after the norm and after the sum. residual is
-    overwritten. The product with the weight and the sum would become one instruction, which rounds once."""
+    overwritten. The multiplication by the weight and the sum would be one instruction, which rounds once."""
     _launch(x, residual, residual, weight, eps, unit_offset, adds_behind=True)
     return residual
 
