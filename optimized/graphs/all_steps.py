@@ -16,6 +16,7 @@ from diptych.optimized.graphs.mixed_graph import MixedSteps
 from diptych.optimized.graphs.rehearsal import (
     attention_of_rehearsal,
     decode_batches,
+    layers_of_rehearsal,
     prefill_batches,
     sampling_infos,
     verify_batches,
@@ -91,6 +92,8 @@ class AllSteps:
         if self.device.type == "cuda" and not config.skip_warmup and is_plain:
             with compile_ahead():
                 self.rehearse(runner, sampler, num_token_ids)
+            if graphs is not None:
+                graphs.are_rehearsed = True
         seconds = time.perf_counter() - start
         if graphs is not None:
             self.capture(runner, graphs, sampler, num_token_ids)
@@ -100,7 +103,7 @@ class AllSteps:
     def rehearse(self, runner: ModelRunner, sampler: Sampler, num_token_ids: int) -> None:
         """Launch an example of each kernel variant of steps, in `compile_ahead`."""
         config, logits = self.config, None
-        with attention_of_rehearsal(runner, *self.kinds):
+        with attention_of_rehearsal(runner, *self.kinds), layers_of_rehearsal(runner):
             self._rehearse_graphs(runner.capture_hidden, sampler, num_token_ids)
             for batch in self._other_batches(runner.model.config):
                 logits = runner.forward(batch).next_token_logits

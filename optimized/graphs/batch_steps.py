@@ -180,7 +180,7 @@ class BatchSteps(Steps):
                 results.hidden[: len(hidden_states)].copy_(hidden_states)
             return logits
 
-        replay = try_to_capture(graphs, "decoding", "the model", run)
+        replay = try_to_capture(graphs, "decoding", "the model", run, bool(self.by_size))
         if replay is None:
             return False
         logits = replay.output
@@ -192,7 +192,8 @@ class BatchSteps(Steps):
                 output = sampler.sample(logits[:, :num_token_ids], info, step.batch.sampled_positions)
                 return output.next_token_ids
 
-            sampled = try_to_capture(graphs, "decoding", f"{kind.name.lower()} sampling", sample)
+            what = f"{kind.name.lower()} sampling"
+            sampled = try_to_capture(graphs, "decoding", what, sample, bool(self.by_size))
             if sampled is None:
                 kinds.remove(kind)
             else:

@@ -37,6 +37,7 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []  # kept: a pool ends with its last graph
+        self.are_rehearsed = False  # whether all functions have run in a `Rehearsal`
         self.capture_with(ranks)
 
     def capture_with(self, ranks: Collectives) -> None:
@@ -45,25 +46,28 @@ class CudaGraphs:
         if ranks.size > 1:
             weakref.finalize(ranks, _end, self._graphs)
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
-        """Capture a function, after one run that compiles kernels and sets up libraries. If it waits for the
-        device in either run, `RuntimeError` is raised."""
-        self._rehearse(function)
+    def capture(self, function: Callable[[], torch.Tensor], of_other_size: bool = False) -> CapturedCall:
+        """Capture a function, after a run that compiles kernels and sets up libraries, and one that raises
+        `RuntimeError` if it waits for the device. `of_other_size`: another size of the function is captured,
+        so where all are rehearsed neither run is needed."""
+        self._run_before(function, of_other_size)
         with self._capturing() as recording:
             output = function()
         return CapturedCall(recording.graph, output)
 
     def capture_pieces(
-        self, function: Callable[[Cut], list[torch.Tensor]]
+        self, function: Callable[[Cut], list[torch.Tensor]], of_other_size: bool = False
     ) -> tuple[Replay, list[torch.Tensor]]:
         """Capture a function in pieces: it calls `cut` where other work is launched between two graphs.
         Returns the replay of the last piece, whose outputs are borrowed buffers too."""
-        self._rehearse(lambda: function(lambda tensors: (_nothing, tensors)))
+        self._run_before(lambda: function(lambda tensors: (_nothing, tensors)), of_other_size)
         with self._capturing() as recording:
             outputs = function(recording.cut)
         return recording.graph.replay, [Memory.of(output).as_tensor() for output in outputs]
 
-    def _rehearse(self, function: Callable[[], object]) -> None:
+    def _run_before(self, function: Callable[[], object], of_other_size: bool) -> None:
+        if of_other_size and self.are_rehearsed:
+            return
         function()
         with _refusing_to_wait():
             function()
@@ -96,11 +100,11 @@ class Rehearsal(CudaGraphs):
     def __init__(self) -> None:
         pass
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
+    def capture(self, function: Callable[[], torch.Tensor], of_other_size: bool = False) -> CapturedCall:
         return NotCaptured(function())
 
     def capture_pieces(
-        self, function: Callable[[Cut], list[torch.Tensor]]
+        self, function: Callable[[Cut], list[torch.Tensor]], of_other_size: bool = False
     ) -> tuple[Replay, list[torch.Tensor]]:
         function(lambda tensors: (_nothing, []))  # pieces that kept their tensors would fill the memory
         return _nothing, []
@@ -214,11 +218,15 @@ def _nothing() -> None:
 
 
 def try_to_capture(
-    graphs: CudaGraphs, doing: str, what: str, function: Callable[[], torch.Tensor]
+    graphs: CudaGraphs,
+    doing: str,
+    what: str,
+    function: Callable[[], torch.Tensor],
+    of_other_size: bool = False,
 ) -> CapturedCall | None:
     """Capture; if `what` waits for the device during `doing`, print a message and return None."""
     try:
-        return graphs.capture(function)
+        return graphs.capture(function, of_other_size)
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise

@@ -193,7 +193,7 @@ class ExtendSteps(Steps):
             last[:] = [CutHere(cut, self.tokens.heads_of(size))]
             return self.launch(size, last[0], None, self.captured_layers)
 
-        replay_rest, outputs = graphs.capture_pieces(run)
+        replay_rest, outputs = graphs.capture_pieces(run, bool(self.captured))
         self.captured[size] = Pieces(last[0].pieces, replay_rest, outputs)
 
 

@@ -155,4 +155,4 @@ class MixedSteps(ExtendSteps):
         def run(cut: Cut) -> list[torch.Tensor]:
             return self.launch(size, attention, None, self.captured_layers)
 
-        self.captured[size] = Pieces([], *graphs.capture_pieces(run))
+        self.captured[size] = Pieces([], *graphs.capture_pieces(run, bool(self.captured)))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import VerifyBuffers
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.to_device import vectors_to_device
@@ -115,6 +117,46 @@ def attention_of_rehearsal(*owners: Any) -> Iterator[None]:
             owner.attention = attention
 
 
+@contextmanager
+def layers_of_rehearsal(runner: ModelRunner) -> Iterator[None]:
+    """Within the block the model has fewer layers: of each kind of layer one behind each other kind. The
+    others launch the same variants. All, if a drafter reads the inputs of some."""
+    body: Any = getattr(runner.model, "model", None)
+    layers = getattr(body, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or runner.capture_hidden:
+        yield
+        return
+    kinds = [_kind_of(layer) for layer in layers]
+    pairs = [*zip([None, *kinds], kinds)]
+    body.layers = nn.ModuleList(layers[pairs.index(pair)] for pair in dict.fromkeys(pairs))
+    try:
+        yield
+    finally:
+        body.layers = layers
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """What decides which kernels a layer launches: classes, shapes, types and numbers, but its position."""
+    return tuple((name, type(each), *map(_fact, vars(each).items())) for name, each in layer.named_modules())
+
+
+def _fact(named: tuple[Any, Any]) -> Any:
+    name, value = named
+    if name == "layer_id":
+        return name
+    if isinstance(value, float):
+        return name, bool(value)  # kernels have no variants by the value of a float
+    if isinstance(value, torch.Tensor):
+        return name, value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):  # parameters and buffers
+        return name, *map(_fact, value.items())
+    if isinstance(value, tuple):
+        return name, *map(_fact, enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return name, type(value), *[_fact((each.name, getattr(value, each.name))) for each in fields(value)]
+    return name, value if isinstance(value, (int, str, torch.dtype, type(None))) else type(value)
+
+
 class NoAttention(AttentionBackend):
     """Leaves its output as it is."""
 
@@ -153,8 +195,8 @@ def prompts(lens: list[int], device: torch.device) -> ForwardBatch:
 
 def sampling_infos(max_rows: int, num_token_ids: int, device: torch.device) -> Iterator[SamplingBatchInfo]:
     """Each kind of sampling, of numbers of requests up to `max_rows`."""
-    for fields in SAMPLING:
-        params = SamplingParams(max_new_tokens=4, ignore_eos=True, **fields)  # type: ignore[arg-type]
+    for values in SAMPLING:
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True, **values)  # type: ignore[arg-type]
         req = Req("example", [0], params, seed=0)
         for num_rows in (1, 17, 65, 257, 1025):
             if num_rows <= max_rows:

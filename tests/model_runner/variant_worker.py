@@ -2,7 +2,7 @@
 
 Run as its own process with TRITON_INTERPRET=0; standard input: the flags of an engine, in JSON. Launchers run
 unchanged on CPU tensors; Triton gets a driver that names the target, and nothing is launched. Prints what
-requests launch beyond what was compiled ahead.
+requests, and all layers of the model, launch beyond what was compiled ahead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def main() -> None:
     CompiledKernel._init_handles = lambda kernel: None
 
     from diptych.optimized.attention import triton as triton_attention
+    from diptych.optimized.graphs import all_steps
     from diptych.optimized.kernels.compile_ahead import Variants, Zeros, compile_ahead
     from diptych.optimized.kernels.linear import rms_norm
     from diptych.shared import registry
@@ -54,6 +56,8 @@ def main() -> None:
         if llm.config.speculative is not None:
             llm.scheduler.decoding.rehearse(llm.config)
         known, dice = set(variants.known), random.Random(0)
+        all_steps.layers_of_rehearsal = lambda runner: nullcontext()
+        runner.steps.rehearse(runner, parts.sampler, parts.num_token_ids)  # with all layers
         for num in NUM_REQUESTS:
             llm.generate(*random_prompts(llm, dice, num), progress=False)
     JITFunction.run = compile_one
