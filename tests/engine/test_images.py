@@ -69,7 +69,11 @@ def llava(image_token_id: int = IMAGE, vocab_size: int = 331, **fields: Any) -> 
         image_token_index=image_token_id,
         **fields,
     )
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    return random_model(LlavaForConditionalGeneration, config)
+
+
+def random_model(model_class: Any, config: Any) -> PreTrainedModel:
+    model = model_class._from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
