@@ -33,13 +33,13 @@ class FakeGraphs:
         with patch.object(cuda_graph, "CudaGraphs", cls):
             return function(*args, torch.device("cuda"))
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> FakeCall:
+    def capture(self, function: Callable[[], torch.Tensor], of_other_size: bool = False) -> FakeCall:
         self.calls.append(FakeCall(self, function))
         self.pool = self.pool.to(self.calls[-1].memory.device)
         return self.calls[-1]
 
     def capture_pieces(
-        self, function: Callable[[Cut], list[torch.Tensor]]
+        self, function: Callable[[Cut], list[torch.Tensor]], of_other_size: bool = False
     ) -> tuple[Replay, list[torch.Tensor]]:
         pieces = FakePieces(function)
         return pieces.replay, pieces.outputs

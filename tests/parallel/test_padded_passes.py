@@ -118,9 +118,9 @@ def _stale_counts(self: Any, num_tokens: int, is_extend: bool, device: Any, num_
     return tokens
 
 
-def _live_slot(self: Any, batch_sizes: tuple[int, ...], device: torch.device) -> None:
+def _live_slot(self: Any, *args: Any) -> None:
     """Padding rows write to the first slot of the first request."""
-    BUFFERS(self, batch_sizes, device)
+    BUFFERS(self, *args)
     self.ints.padding[self.ints.rows["out_cache_loc"]] = 1
 
 
