@@ -49,7 +49,7 @@ def check_parallel_flags(flags: EngineFlags) -> None:
     if flags.pp > 1:
         one_token = ": stages pass on one token of a request a step"
         for name, value, only, why in (
-            ("tp", flags.tp, 1, ": a rank is in one group, of stages or of parts of layers"),
+            ("ep", flags.ep, 1, ": a stage has no map of the experts of its layers"),
             ("speculative", flags.speculative, None, one_token),
         ):
             if value != only:

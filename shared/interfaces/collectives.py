@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ class Collectives(ABC):
     rank: int
     size: int
     is_broken: bool = False
+    grid: Grid | None = None  # of all ranks: the groups of this rank, where there are others
     log: Any
     """A `diptych.shared.parallel.collective_log.CollectiveLog` of what all ranks call in the same order:
     everything but `send` and `receive`."""
@@ -80,3 +81,10 @@ class Collectives(ABC):
     @abstractmethod
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         """The tensor that rank `source` sends, in the shape and dtype of `like`."""
+
+
+class Grid(NamedTuple):
+    """The groups of a rank of a pipeline whose stages are divided."""
+
+    tp: Collectives  # the ranks of its stage, in the order of the parts
+    stages: Collectives  # the ranks with its part, in the order of the layers

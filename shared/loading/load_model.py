@@ -41,6 +41,7 @@ from diptych.shared.loading.weight_names import expected_shapes, unused_part
 from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_map import in_order
+from diptych.shared.parallel.grid import tp_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -59,7 +60,8 @@ def load_model(
     than the free memory."""
     shards: Shards | None = None
     if ranks is not None and config.pp > 1:
-        shards = Stage(model_config, ranks.rank, ranks.size)
+        stage, part = divmod(ranks.rank, config.tp)
+        shards = Stage(model_config, part, config.tp, stage=stage, num_stages=config.pp)
     elif ranks is not None:
         experts = first_experts(model_config, config)
         shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, config.dp_attention)
@@ -71,17 +73,17 @@ def load_model(
         model_config.architecture, expected_shapes(local_config), device, dtype, model_config.quantization
     )
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
-    tp = None if config.pp > 1 or config.dp_attention else ranks
+    tp = tp_of(ranks, config)
     # With quantized layers the model takes no memory before they are in place.
     where = device if model_config.quantization is None else "meta"
     model = build_model(model_class, local_config, component, where, dtype, tp)
     if isinstance(shards, Stage):
-        remove_foreign(model, model_config, shards.rank, shards.size)
+        remove_foreign(model, model_config, shards.stage, shards.num_stages)
     with building(dtype, device):
         if model_config.quantization is not None:
             tell_dequantized(model_config.quantization)
             with torch.device("meta"):
-                quantize_linears(model, model_config.quantization, component, shards, ranks)
+                quantize_linears(model, model_config.quantization, component, shards, tp or ranks)
         runners: Any = None
         if config.moe_runner_backend != "auto" or any(hasattr(part, "runner") for part in model.modules()):
             runners = registry.load_part("moe_runners")
@@ -125,7 +127,7 @@ def local_model_config(
         return model_config
     if config.pp > 1:
         assert ranks is not None
-        return stage_config(model_config, ranks.rank, ranks.size)
+        model_config = stage_config(model_config, ranks.rank // config.tp, config.pp)
     num_ranks = config.dp if config.dp_attention else config.tp
     return shard_config(
         model_config, num_ranks, config.ep, config.ep_num_redundant_experts, config.dp_attention

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of each rank."""
+"""Pipeline parallelism: the layers of each stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from diptych.shared.config import EngineConfig, ModelConfig
@@ -18,8 +17,8 @@ EMBEDDING, LAST = "model.embed_tokens.weight", ("model.norm.weight", "lm_head.we
 
 
 def layers_of(num_layers: int, rank: int, size: int) -> range:
-    """The layers of a rank. Ranks have equally many layers, or one more. Raises `ValueError` if a rank would
-    have none."""
+    """The layers of stage `rank`. Stages have equally many layers, or one more. Raises `ValueError` if one
+    would have none."""
     if size > num_layers:
         raise ValueError(f"pp={size}: a model of {num_layers} layers has none for some ranks")
     return range(num_layers * rank // size, num_layers * (rank + 1) // size)
@@ -30,11 +29,11 @@ def own_layers(config: ModelConfig, engine_config: EngineConfig, ranks: Collecti
     if engine_config.pp == 1:
         return range(config.num_hidden_layers)
     assert ranks is not None
-    return layers_of(config.num_hidden_layers, ranks.rank, ranks.size)
+    return layers_of(config.num_hidden_layers, ranks.rank // engine_config.tp, engine_config.pp)
 
 
 def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The model of one rank, whose layers are numbered from 0."""
+    """The model of stage `rank`, whose layers are numbered from 0."""
     layers = layers_of(config.num_hidden_layers, rank, size)
     return replace(
         config,
@@ -47,8 +46,8 @@ def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def remove_foreign(model: nn.Module, config: ModelConfig, rank: int, size: int) -> None:
-    """Remove the modules that only other stages use: the embedding, except on the first rank and, if the head
-    is tied to it, on the last; norm and head, except on the last."""
+    """Remove the modules that only other stages use: the embedding, except on the first stage and, if the
+    head is tied to it, on the last; norm and head, except on the last."""
     parts: Any = model
     if rank > 0 and not (config.tie_word_embeddings and rank == size - 1):
         parts.model.embed_tokens = None
@@ -59,10 +58,14 @@ def remove_foreign(model: nn.Module, config: ModelConfig, rank: int, size: int) 
 
 @dataclass(frozen=True)
 class Stage(Shards):
-    """A stage: the layers of one rank, with the names of its model."""
+    """The parts of rank `rank` of the `size` ranks of a stage, with the names of its model."""
+
+    stage: int = 0
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
-        layers = layers_of(self.config.num_hidden_layers, self.rank, self.size)
+        super().__post_init__()
+        layers = layers_of(self.config.num_hidden_layers, self.stage, self.num_stages)
         object.__setattr__(self, "_layers", layers)
 
     @property
@@ -71,9 +74,9 @@ class Stage(Shards):
         return layers.start
 
     def local_names(self, name: str) -> list[str]:
-        is_last = self.rank == self.size - 1
+        is_last = self.stage == self.num_stages - 1
         if name == EMBEDDING:
-            return [name] * (self.rank == 0 or (is_last and self.config.tie_word_embeddings))
+            return [name] * (self.stage == 0 or (is_last and self.config.tie_word_embeddings))
         if name in LAST:
             return [name] * is_last
         match = _LAYER.match(name)
@@ -81,9 +84,3 @@ class Stage(Shards):
         layers: range = self._layers  # type: ignore[attr-defined]
         layer = int(match[1])
         return [f"model.layers.{layer - layers.start}.{name[match.end() :]}"] if layer in layers else []
-
-    def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return part
-
-    def index(self, name: str) -> tuple[slice, ...]:
-        return ()

@@ -98,7 +98,8 @@ def quantize_linears(
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, replacement)
         if shards is not None:
-            replacement.tp = _ranks_of_inputs(list(schemes)[-1], scheme, shards, ranks)
+            last = _whole_name(list(schemes)[-1], first_layer)
+            replacement.tp = _ranks_of_inputs(last, scheme, shards, ranks)
 
 
 def _ranks_of_inputs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,15 +57,30 @@ def _caller() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+def entries_of(groups: Sequence[Collectives]) -> list[Entry]:
+    """The entries of a rank's groups."""
+    return [entry for group in groups for entry in group.log.entries.copy()]
+
+
 def first_difference(logs: Sequence[Sequence[Entry]]) -> str | None:
-    """A text about the first difference of the ranks' logs (in the order of ranks); None: the logs agree and
-    end with the same call."""
-    by_number = [{entry.number: entry for entry in log} for log in logs]
+    """A text about the first difference of the ranks' logs (in the order of ranks), within each group; None:
+    the logs agree and end with the same call. The ranks of a group are those with an entry of it, and those
+    without any."""
+    for group in sorted({entry.group for log in logs for entry in log}):
+        own = {i: [each for each in log if each.group == group] for i, log in enumerate(logs)}
+        found = _difference_of({i: log for i, log in own.items() if log or not logs[i]})
+        if found is not None:
+            return found
+    return None
+
+
+def _difference_of(logs: Mapping[int, Sequence[Entry]]) -> str | None:
+    by_number = [{entry.number: entry for entry in log} for log in logs.values()]
     starts = [min(entries, default=1) for entries in by_number]
     ends = [max(entries, default=0) for entries in by_number]
     for number in range(max(starts), max(ends) + 1):
         entries = [each.get(number) for each in by_number]
         if len({entry[1:-1] if entry is not None else None for entry in entries}) > 1:
-            lines = [f"rank {rank}: {entry or 'did not call it'}" for rank, entry in enumerate(entries)]
+            lines = [f"rank {rank}: {entry or 'did not call it'}" for rank, entry in zip(logs, entries)]
             return f"the ranks differ from collective #{number} on:\n" + "\n".join(lines)
     return None

@@ -156,6 +156,22 @@ def test_four_ranks_answer_as_one(model: str, ep: int) -> None:
     assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(model)
 
 
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("way", ["graphs", "no graphs", "NCCL", "mixed chunks"])
+def test_divided_stages_answer_as_one(model: str, way: str) -> None:
+    """Two stages of two ranks, twice: the second time the prompts are cached."""
+    more: dict[str, Any] = {"chunked_prefill_size": 16, "enable_mixed_chunk": True}
+    more = WAYS[way][1] if way in WAYS else more
+    llm = LLM(model, tp=2, pp=2, **FLAGS | more)
+    for _ in range(2):
+        assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(model)
+    runner: Any = llm.assembly.parts.model_runner
+    assert (runner.replays.steps > 0) == ("disable_cuda_graph" not in more)
+    tp = runner.model.tp
+    assert (tp.size, tp._one_shot is not None) == (2, way != "NCCL")
+
+
 STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_model": "tiny-dense"}
 
 
@@ -227,13 +243,13 @@ def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
     assert int(scheduler.tp.num_different) == 0
 
 
-@pytest.mark.parametrize("way", ["tp", "pp"])
+@pytest.mark.parametrize("way", ["tp", "pp", pytest.param("tp pp", marks=pytest.mark.gpus(4))])
 def test_a_rank_that_is_killed_ends_the_engine(way: str) -> None:
-    llm = LLM("tiny-dense", **FLAGS, **{way: 2})
-    (follower,) = llm.scheduler.followers  # type: ignore[attr-defined]
+    llm = LLM("tiny-dense", **FLAGS, **dict.fromkeys(way.split(), 2))
+    *_, follower = llm.scheduler.followers  # type: ignore[attr-defined]
     os.kill(follower.process.pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+    with pytest.raises(RuntimeError, match=f"{follower.name} has ended with signal SIGKILL"):
         llm.generate(list(PROMPTS), **GREEDY)
     assert time.monotonic() - start < 10
 

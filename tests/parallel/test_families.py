@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2},
+    "tp, pp": {"tp": 2, "pp": 2},
     "ep": {"tp": 2, "ep": 2},
     "ep, all-to-all": {"tp": 2, "ep": 2, "use": {"expert_dispatch": "all_to_all"}},
 }
@@ -59,14 +60,14 @@ def logprobs(reqs: list[Req]) -> list[float | None]:
 @pytest.mark.parametrize(("family", "layout"), grid())
 def test_ranks_answer_as_one(family: str, layout: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
-    config = make_config(str(tmp_path), chunked_prefill_size=8, page_size=4)
-    expected = answers(assemble(config))
+    alone = make_config(str(tmp_path), chunked_prefill_size=8, page_size=4)
+    expected, config = answers(assemble(alone)), alone.updated(**LAYOUTS[layout])
 
     def run(group: Collectives) -> tuple[list[Req], Assembly]:
-        assembly = assemble(config.updated(**LAYOUTS[layout]), clock=lambda: 0.0, tp=group)
+        assembly = assemble(config, clock=lambda: 0.0, tp=group)
         return answers(assembly), assembly  # which holds the messages that the other rank has not received
 
-    for reqs, _ in on_ranks(2, run):
+    for reqs, _ in on_ranks(config.num_ranks, run, config=config):
         assert [req.output_ids for req in reqs] == [req.output_ids for req in expected]
         assert logprobs(reqs) == pytest.approx(logprobs(expected), abs=TOLERANCE)
 

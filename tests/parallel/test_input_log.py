@@ -45,7 +45,7 @@ def test_each_call_of_the_first_rank_is_sent_and_made(monkeypatch: pytest.Monkey
     pipe, _other_end = channel.pair()
     sent: list[bytes] = []
     follower = SimpleNamespace(call=sent.append, pipe=pipe)
-    tp, assembly = SimpleNamespace(is_broken=False), object()
+    tp, assembly = SimpleNamespace(is_broken=False, grid=None), object()
     lead = LeadScheduler(Scheduler(), None, [follower], CallClock(), tp)
     calls = {"abort": ("a",), "retract": ("b",), "step": (), "flush_cache": ()}
     assert [getattr(lead, name)(*args) for name, args in calls.items()] == list(calls)
@@ -90,7 +90,7 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.setattr(
         "diptych.shared.engine.processes.ranks.time", SimpleNamespace(monotonic=lambda: now[0])
     )
-    clock, tp = CallClock(), SimpleNamespace(is_broken=False)
+    clock, tp = CallClock(), SimpleNamespace(is_broken=False, grid=None)
     assembly = assemble(make_config(folder, **flags), clock)
     lead = LeadScheduler(
         assembly.scheduler, assembly.grammars, [SimpleNamespace(call=sent.append, pipe=pipe)], clock, tp

@@ -70,9 +70,10 @@ def of_stages(
     seconds: float = 60.0,
 ) -> list[Run]:
     """`disturb` is called before each step."""
+    config = config.updated(pp=size)
 
     def run(group: Any) -> Run:
-        assembly = assemble(config.updated(pp=size), clock=lambda: 0.0, tp=group)
+        assembly = assemble(config, clock=lambda: 0.0, tp=group)
         scheduler, reqs, most, step = assembly.scheduler, requests(), 0, 0
         assert isinstance(scheduler, (reference.PipelineScheduler, optimized.PipelineScheduler))
         for req in reqs:
@@ -85,7 +86,7 @@ def of_stages(
             step += 1
         return Run(assembly, reqs, most)
 
-    return on_ranks(size, run, seconds, impl=collectives_of(config))
+    return on_ranks(config.num_ranks, run, seconds, impl=collectives_of(config), config=config)
 
 
 def output_ids(reqs: list[Req]) -> list[list[int]]:
@@ -194,7 +195,8 @@ def test_prompts_in_flight_are_running(folders: dict[str, str], panel: str) -> N
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
-def test_kernels_of_two_stages_answer_as_one(folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_kernels_of_two_stages_answer_as_one(folders: dict[str, str], tp: int) -> None:
     """The optimized model, through Triton's interpreter: its blocks leave sums to the next norm, which a
     stage does not have. Steps are padded, and read hidden states from the buffer."""
     config = make_config(folders["llama"], panel="optimized", cuda_graph_bs=[2], cuda_graph_max_tokens=16)
@@ -212,9 +214,9 @@ def test_kernels_of_two_stages_answer_as_one(folders: dict[str, str]) -> None:
 
     kept: list[Any] = []
     expected = ask(config)
-    two = config.updated(pp=2)
-    found = on_ranks(2, lambda group: ask(two, group), impl=collectives_of(two), in_turn=True)
-    assert found == [expected] * 2
+    config, impl = config.updated(tp=tp, pp=2), collectives_of(config)
+    found = on_ranks(2 * tp, lambda group: ask(config, group), impl=impl, in_turn=True, config=config)
+    assert found == [expected] * 2 * tp
 
 
 OVERLAPPED: dict[str, dict[str, Any]] = {
@@ -346,7 +348,7 @@ def test_layers_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"pp": 2, "tp": 2}, "pp=2 does not work with tp=2"),
+        ({"pp": 2, "tp": 2, "ep": 2}, "pp=2 does not work with ep=2"),
         ({"pp": 2, "speculative": "ngram"}, "speculative=ngram; it must be None: stages pass on one token"),
         (
             {"pp": 2, "enable_mixed_chunk": True},

@@ -88,8 +88,9 @@ def test_a_rank_holds_its_part_alone(folders: dict[str, str]) -> None:
         assert part.kv_pool.k_buffer(0).shape[1] == 1
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, pp: int
 ) -> None:
     from diptych.shared.engine.build import pools as module
 
@@ -98,13 +99,13 @@ def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
     def uneven(config: EngineConfig, *args: Any) -> Any:
         import threading
 
-        num_tokens = 1024 if threading.current_thread().name.endswith("_1") else 2048
+        num_tokens = 1024 if threading.current_thread().name.endswith(f"_{2 * pp - 1}") else 2048
         return plan(config.updated(max_total_tokens=num_tokens), *args)
 
     monkeypatch.setattr(module, "plan_memory", uneven)
-    config = make_config(folders["llama"], tp=2)
-    sizes = on_ranks(2, lambda tp: assemble(config, tp=tp).parts.allocator.size)
-    assert sizes == [1024, 1024]
+    config = make_config(folders["llama"], tp=2, pp=pp)
+    sizes = on_ranks(2 * pp, lambda tp: assemble(config, tp=tp).parts.allocator.size, config=config)
+    assert sizes == [1024] * 2 * pp
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_stages_have_layers_by_their_own_number() -> None:
     config = with_quantization(read_config(TINY), "fp8")
     assert config.quantization is not None
     config = replace(config, quantization=replace(config.quantization, ignore=("model.layers.3",)))
-    stage = Stage(config, 1, 2)
+    stage = Stage(config, 0, 1, stage=1, num_stages=2)
     names = dict(dummy_weights(config, shards=stage))
     assert stage.first_layer == 3
     assert "model.layers.0.mlp.down_proj.weight_scale" not in names

@@ -91,7 +91,7 @@ def assemble(
     tp: Collectives | None = None,
 ) -> Assembly:
     """Assemble an engine. `replace`: component -> what to use in place of the registry's. `tp`: the group of
-    this rank, where there is one: tensor-parallel ranks, pipeline stages, replicas that share the experts.
+    this rank, where there is one: of tensor parallelism, pipelines or both; replicas that share the experts.
 
     Raises `ValueError` for errors of the configuration, the model's files or the tokenizer, before memory for
     weights or pools is allocated."""
@@ -101,8 +101,8 @@ def assemble(
         torch.cuda.set_device(plan.device)  # kernels run on the thread's current device
     features = Features(plan)
     phases.end("tokenizer")
-    if plan.ranks is not None:  # a group's first collective may take memory
-        warm_up(plan.ranks, plan.group_device, moves_experts=plan.config.ep > 1 or plan.config.dp_attention)
+    for group, device in plan.groups:  # its first collective may take memory
+        warm_up(group, device, moves_experts=plan.config.ep > 1 or plan.config.dp_attention)
     free_before = free_gpu_memory(plan.device)
     with must_fit(plan.config.model):
         model = load_model(

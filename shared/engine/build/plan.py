@@ -20,6 +20,7 @@ from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
+from diptych.shared.parallel.grid import tp_of
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types.attention import KVScales
 
@@ -40,13 +41,17 @@ class Plan:
     kv_scales: Sequence[KVScales] | None  # of all layers; None: 1
     num_token_ids: int  # ids [0, num_token_ids) have a token; further rows of the head are padding
     eos_token_ids: frozenset[int]  # tokens that end an answer, of the model and of the tokenizer
-    ranks: Collectives | None  # the group of this rank; None: it works alone
-    tp: Collectives | None  # the group, if each of its ranks has a part of every layer
+    ranks: Collectives | None  # all ranks of the model; None: this one works alone
+    tp: Collectives | None  # those of which each has a part of the layers that this rank has
 
     @property
-    def group_device(self) -> torch.device:
-        """The device whose memory the group sends: pipelines send that of the CPU."""
-        return torch.device("cpu") if self.config.pp > 1 else self.device
+    def groups(self) -> list[tuple[Collectives, torch.device]]:
+        """The groups, and the device whose memory each sends: all ranks of a pipeline send that of the
+        CPU."""
+        if self.ranks is None or self.config.pp == 1:
+            return [] if self.ranks is None else [(self.ranks, self.device)]
+        of_stage = [] if self.tp is None else [(self.tp, self.device)]
+        return [(self.ranks, torch.device("cpu")), *of_stage]
 
     @cached_property
     def local_config(self) -> ModelConfig:
@@ -98,10 +103,9 @@ def make_plan(
     if tokenizer is not None:
         num_token_ids = min(num_token_ids, tokenizer.vocab_size)
         eos_token_ids |= tokenizer.eos_token_ids
-    tp = None if config.pp > 1 or config.dp_attention else ranks
     return Plan(
         config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales,
-        num_token_ids, eos_token_ids, ranks, tp,
+        num_token_ids, eos_token_ids, ranks, tp_of(ranks, config),
     )  # fmt: skip
 
 

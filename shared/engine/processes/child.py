@@ -259,6 +259,11 @@ def first_end(children: Sequence[Child]) -> str | None:
     return None
 
 
+def signal_of(child: Child) -> int:
+    """Minus the signal that has ended the process; 0 or more: none has."""
+    return (child.process.exitcode or 0) if child.process is not None else 0
+
+
 def readable(children: Sequence[Child], seconds: float) -> list[Child]:
     """The children with a message, or that have ended; waits for the first."""
     by_pipe = {child.pipe: child for child in children}

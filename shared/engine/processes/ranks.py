@@ -27,6 +27,7 @@ from diptych.shared.engine.processes.child import (
     describe_all,
     readable,
     reported_end,
+    signal_of,
     started,
 )
 from diptych.shared.engine.processes.child_messages import Ready
@@ -37,6 +38,8 @@ from diptych.shared.engine.processes.watchdog import LIMIT, Watchdog
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.collective_log import entries_of
+from diptych.shared.parallel.grid import groups_of, join_ranks
 from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.types import Req, StepOutput
 
@@ -66,7 +69,7 @@ def assemble_lead(
     with started(followers):
         for follower in followers:
             follower.next_message(time_limit)  # ready: the group would wait long for a missing rank
-        tp = collectives_of(config)(store, 0, config.num_ranks, time_limit)
+        tp = join_ranks(collectives_of(config), config, store, 0, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
@@ -198,11 +201,12 @@ class LeadScheduler(Scheduler):
 
     def _check(self) -> None:
         """Raise `EngineProcessEnded` if another rank has ended or has stopped following."""
-        ended = readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)  # else they send nothing
-        if not ended and not self.tp.is_broken:
+        is_broken = has_failed(self.tp)
+        ended = readable(self.followers, REPORT_SECONDS if is_broken else 0)  # else they send nothing
+        if not ended and not is_broken:
             return
         found = describe_ranks(self.followers, self.tp)
-        problem = (ended or self.followers)[0].describe_end()
+        problem = min(ended or self.followers, key=signal_of).describe_end()  # killed before those it ends
         print(f"{problem}\n{found}", file=sys.stderr, flush=True)
         self.end(problem)
         raise EngineProcessEnded(problem)
@@ -219,7 +223,12 @@ def have_ended(followers: Sequence[Child]) -> bool:
 
 
 def describe_ranks(followers: Sequence[Child], tp: Collectives) -> str:
-    return describe_all(followers, list(tp.log.entries.copy()))
+    return describe_all(followers, entries_of(groups_of(tp)))
+
+
+def has_failed(tp: Collectives) -> bool:
+    """Whether a collective of one of the groups has failed."""
+    return any(group.is_broken for group in groups_of(tp))
 
 
 def _follow_parent(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
@@ -230,20 +239,20 @@ def _follow_parent(config: EngineConfig, rank: int, path: str, time_limit: float
 def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Channel) -> None:
     """Repeat the calls of rank 0 until it ends, then end this process. `config`: with this rank's device.
     `connect` returns the store."""
-    log: Any = []
-    inbox = Inbox(pipe, lambda: list(log.copy()))
+    groups: Sequence[Collectives] = ()
+    inbox = Inbox(pipe, lambda: entries_of(groups))
     with reported_end(inbox):
         store = connect()
         inbox.send(Ready())
-        tp = collectives_of(config)(store, rank, config.num_ranks, time_limit)
-        log = tp.log.entries
+        tp = join_ranks(collectives_of(config), config, store, rank, time_limit)
+        groups = groups_of(tp)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         inbox.start()
         while True:
             for call in inbox.calls(is_busy=False):
                 assembly = repeat(call, assembly, clock)
-                if tp.is_broken:
+                if has_failed(tp):
                     raise RuntimeError("a collective has failed: another rank has ended, or is late")
 
 

@@ -13,6 +13,7 @@ from diptych.shared.interfaces import CausalLM, MoE, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.parallel.agreement import AgreedSampler
+from diptych.shared.parallel.grid import stages_of
 
 
 class Ranks(Feature):
@@ -37,8 +38,9 @@ class Pipeline(Feature):
     """Each rank has some of the layers; batches go from one to the next."""
 
     def implementation(self, component: str, impl: Any) -> Any:
+        assert self.plan.ranks is not None
         pipeline = registry.load_part(f"{self.plan.selection['scheduler']} pipeline")
-        return pipeline.implementation(component, impl, self.plan.config, self.plan.ranks)
+        return pipeline.implementation(component, impl, self.plan.config, stages_of(self.plan.ranks))
 
 
 class SharedExperts(Feature):

@@ -10,7 +10,9 @@ from threading import Barrier, Lock
 from typing import Any, TypeVar
 
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.grid import join_ranks
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -22,14 +24,15 @@ def on_ranks(
     seconds: float = SECONDS,
     impl: type[Collectives] | None = None,
     *,
+    config: EngineConfig | None = None,
     ends_together: bool = True,
     in_turn: bool = False,
 ) -> list[T]:
     """Run `function` on each of `size` ranks and return the results in the order of ranks. The first error of
     a rank is raised: its group ends, which raises on the other ranks too. `impl`: the reference if None.
     `ends_together`: a rank that has returned stays connected until all have; otherwise its group ends
-    immediately. `in_turn`: one rank computes while the others are in a collective, for Triton's interpreter,
-    which cannot run two kernels at a time."""
+    immediately. `config`: the ranks form its grid. `in_turn`: one rank computes while the others are in a
+    collective, for Triton's interpreter, which cannot run two kernels at a time."""
     from torch.distributed import HashStore
 
     store, chosen = HashStore(), impl or registry.load("collectives", "reference")
@@ -41,7 +44,10 @@ def on_ranks(
     kept: list[Collectives] = []
 
     def use(rank: int) -> T:
-        group = chosen(store, rank, size, seconds)
+        if config is None:
+            group = chosen(store, rank, size, seconds)
+        else:
+            group = join_ranks(chosen, config, store, rank, seconds)
         connected.wait(seconds)
         with turn if in_turn else contextlib.nullcontext():
             result = function(group)

@@ -62,6 +62,7 @@ MODES = {
     "dp": Mode(("--dp", "3"), "replica"),
     "tp": Mode(("--tp", "2"), "rank"),
     "pp": Mode(("--pp", "2"), "rank"),
+    "tp, pp": Mode(("--tp", "2", "--pp", "2"), "rank"),
     "dp attention": Mode(("--dp", "2", "--dp-attention"), "replica in step", "tiny-moe"),
     "disaggregation": Mode(("--disaggregation",), "prefill engine"),
     "shared memory": Mode(("--disaggregation", "--use", "transport=shared_memory"), "prefill engine"),
