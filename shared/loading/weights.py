@@ -51,8 +51,9 @@ PIECE_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 LARGE_BYTES = 512 * 2**20
-"""A random tensor beyond this size is collected on the CPU, because on the device an embedding would need its
-memory twice."""
+"""A random tensor beyond this size is made piece by piece. It is collected on the CPU if the device has less
+than FREE_TIMES its memory free, because there an embedding would need it twice for a moment."""
+FREE_TIMES = 16
 
 
 def iterate_weights(
@@ -230,9 +231,11 @@ def _normal(
     std: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    if math.prod(shape) * dtype.itemsize <= LARGE_BYTES or device.type == "cpu":
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes <= LARGE_BYTES or device.type == "cpu":
         return torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    is_roomy = device.type == "cuda" and FREE_TIMES * num_bytes < torch.cuda.mem_get_info(device)[0]
+    tensor = torch.empty(shape, dtype=dtype, device=device if is_roomy else "cpu")
     for piece in pieces(tensor):
         piece.copy_(torch.empty_like(piece, device=device).normal_(mean, std, generator=generator))
     return tensor
