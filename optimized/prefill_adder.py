@@ -1,9 +1,10 @@
 """Admission of waiting requests to a prefill step: the same budgets, computed no more often than they change.
 
 Differs from reference: the reservations of running requests are summed as an array, and only when a request
-is to be added. Memory is not checked again after a request without a cached prefix is locked: that lock
-changes nothing. A dictionary finds the requests that compute a prefix in this step. Assumes that prompts and
-outputs do not change during a step. With few running requests it gains nothing; it never loses.
+might not fit beside the most that they can reserve. Memory is not checked again after a request without a
+cached prefix is locked: that lock changes nothing. A dictionary finds the requests that compute a prefix in
+this step. Assumes that prompts and outputs do not change during a step. With few running requests it gains
+nothing; it never loses.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class PrefillAdder(interface.PrefillAdder):
         num_mixed = budget.num_mixed_decode_tokens
         self.reserved_tokens = num_mixed + budget.num_reserved_tokens  # by all but `running`
         self._reserved_by_running: int | None = None  # None: not summed yet
+        self._most_reserved_by_running = len(running) * int(CLIP_MAX_NEW_TOKENS * self.new_token_ratio)
         self.rem_input_tokens = budget.max_prefill_tokens - num_mixed
         self.rem_chunk_tokens = (
             None if budget.chunked_prefill_size is None else budget.chunked_prefill_size - num_mixed
@@ -147,10 +149,13 @@ class PrefillAdder(interface.PrefillAdder):
         return int(_clipped_max_new(req) * self.new_token_ratio)
 
     def _fits(self, req: Req, extend_len: int) -> bool:
+        num_needed = round_up_to_page(extend_len, self.page_size)
         if not self.running and not self.can_run_list:
             # A request alone may use all memory; it was checked to fit when it was submitted.
-            return round_up_to_page(extend_len, self.page_size) <= self.rem_total_tokens
-        return round_up_to_page(extend_len, self.page_size) + _clipped_max_new(req) < self.rem_total_tokens
+            return num_needed <= self.rem_total_tokens
+        num_needed += _clipped_max_new(req)
+        num_left = self._num_free() - self.reserved_tokens - self._most_reserved_by_running
+        return num_needed < num_left or num_needed < self.rem_total_tokens
 
     def _truncate(self, remaining: int, limit: int | None) -> int:
         """Tokens to compute in this step: all that remain, or as many whole pages as the limit allows."""

@@ -49,9 +49,8 @@ class SchedulePolicy(interface.SchedulePolicy):
         if policy in ("lpm", "dfs-weight"):
             return self._cache_aware_order(policy, waiting_queue)
         if policy == "routing-key":
-            counts = Counter(req.routing_key for req in running if req.routing_key is not None)
             self._follow(waiting_queue, self._by_route)
-            return PolicyResult(self._by_route.order(counts), frozenset())
+            return PolicyResult(self._by_route.order(running), frozenset())
         self._follow(waiting_queue, self._by_key)
         reqs = self._by_key.reqs
         return PolicyResult(self._shuffled(reqs) if policy == "random" else iter(reqs), frozenset())
@@ -134,6 +133,7 @@ class RoutedQueue:
     def clear(self) -> None:
         self._all = SortedQueue(lambda req: (0, 0))
         self._waiting: dict[str | None, dict[Req, None]] = {}
+        self._running: dict[Req, str | None] = {}  # keys of the last pass: reading a request is a cache miss
 
     def update(self, changes: Changes) -> None:
         self._all.update(changes)
@@ -142,8 +142,13 @@ class RoutedQueue:
         for req in changes.joined:  # appended, because their tickets are the newest
             self._waiting.setdefault(req.routing_key, {})[req] = None
 
-    def order(self, counts: Counter[str]) -> Iterator[Req]:
+    def order(self, running: Sequence[Req]) -> Iterator[Req]:
         """Requests with a running routing key first, by frequency, then by key; then all others."""
+        known = self._running
+        # Not `get`, which needs the key of each request beforehand.
+        self._running = {req: known[req] if req in known else req.routing_key for req in running}  # noqa: SIM401
+        counts = Counter(self._running.values())
+        del counts[None]
         most_frequent = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
         with_key = chain.from_iterable(self._waiting.get(key, ()) for key, _ in most_frequent)
         return chain(with_key, (req for req in self._all.reqs if req.routing_key not in counts))

@@ -23,17 +23,18 @@ class LoraSlots(SchedulerFeature):
     # --8<-- [start:lora-admission]
     def may_join(self, req: Req, running: Sequence[Req], new: Sequence[Req]) -> bool:
         """Whether the request's adapter has a slot beside those of the others."""
+        if all(other.lora is None or other.lora in self.adapters for other in (req, *new)):
+            return True  # all have slots, as have the adapters of running requests
         adapters = {other.lora for other in (*running, *new) if other.lora is not None}
         return req.lora is None or req.lora in adapters or len(adapters) < self.pool.num_slots
 
     def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
         """Give the adapters of new requests a slot each."""
-        used = {req.lora for req in (*running, *new) if req.lora is not None}
         for req in new:
             if req.lora is not None:
                 self._time += 1
                 if req.lora not in self.adapters:
-                    slot = self._free_slot(used)
+                    slot = self._free_slot({other.lora for other in (*running, *new)})
                     self.adapters[slot] = req.lora
                     self.pool.load(slot, req.lora)
                 self._last_used[self.adapters.index(req.lora)] = self._time
@@ -42,8 +43,8 @@ class LoraSlots(SchedulerFeature):
 
     # --8<-- [end:lora-admission]
 
-    def _free_slot(self, used: set[LoraAdapter]) -> int:
+    def _free_slot(self, used: set[LoraAdapter | None]) -> int:
         """The slot that was not needed for the longest time."""
-        free = [slot for slot, adapter in enumerate(self.adapters) if adapter not in used]
+        free = [slot for slot, adapter in enumerate(self.adapters) if adapter is None or adapter not in used]
         assert free, "no slot for an adapter: admission checks this"
         return min(free, key=lambda slot: self._last_used[slot])
