@@ -226,7 +226,7 @@ def test_attention_writes_where_the_next_piece_reads(watched: bool, monkeypatch:
 
 
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self, function):
+    def refuse(self, function, of_other_size):
         raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(FakeGraphs, "capture_pieces", refuse)

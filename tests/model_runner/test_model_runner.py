@@ -247,7 +247,7 @@ def test_hidden_states_come_out_of_graphs_too() -> None:
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = []
 
-    def refuse(self, function):
+    def refuse(self, function, of_other_size):
         refused.append(function)
         raise RuntimeError("called a synchronizing CUDA operation")
 
