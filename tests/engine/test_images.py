@@ -85,9 +85,9 @@ def random_model(model_class: Any, config: Any) -> PreTrainedModel:
     return model
 
 
-def save(model: PreTrainedModel, folder: Path) -> Path:
+def save(model: PreTrainedModel, folder: Path, preparation: Any = None) -> Path:
     model.save_pretrained(folder)
-    processor().save_pretrained(folder)
+    (preparation or processor()).save_pretrained(folder)
     return folder
 
 

@@ -32,6 +32,7 @@ from tests.engine.test_images import (
     expect_answers,
     picture,
     random_model,
+    save,
 )  # fmt: skip
 from tests.planted import Bug, Bugs
 
@@ -46,7 +47,7 @@ PROMPTS = [
 SIZES = {"hidden_size": 32, "intermediate_size": 48}
 TEXT = {
     **SIZES, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 128, "vocab_size": 331,
+    "max_position_embeddings": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": SECTION},
 }  # fmt: skip
 VISION = {
@@ -58,19 +59,20 @@ PROCESSOR = Qwen2VLImageProcessorPil(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
-    config = Qwen3VLConfig(text_config=TEXT, vision_config=VISION, **ids)
+def qwen3_vl(image_token_id: int = IMAGE, vocab_size: int = 331) -> PreTrainedModel:
+    ids = {"image_token_id": image_token_id, "video_token_id": VIDEO}
+    config = Qwen3VLConfig(text_config={**TEXT, "vocab_size": vocab_size}, vision_config=VISION, **ids)
     return random_model(Qwen3VLForConditionalGeneration, config)
 
 
 @pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return qwen3_vl()
+
+
+@pytest.fixture(scope="module")
 def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen3-vl")
-    model.save_pretrained(folder)
-    PROCESSOR.save_pretrained(folder)
-    return folder
+    return save(model, tmp_path_factory.mktemp("qwen3-vl"), PROCESSOR)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ import pytest
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests.images import bytes_of_data_url
 from diptych.shared.loading.model_path import ASSETS
-from tests.engine.test_images import PICTURES, llava, save
+from tests.engine.test_images import PICTURES, llava, processor, save
+from tests.engine.test_qwen_images import PROCESSOR, qwen3_vl
 from tests.server.running import openai_client, serving
 
 TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}\
@@ -46,7 +47,10 @@ def unreached() -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_of", "preparation"), [(llava, processor()), (qwen3_vl, PROCESSOR)], ids=["llava", "qwen3-vl"]
+)
+def test_openais_client_gets_the_offline_answer(tmp_path: Path, model_of: Any, preparation: Any) -> None:
     import openai
     from transformers import AutoTokenizer
 
@@ -54,7 +58,7 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = TEMPLATE
     placeholder = tokenizer.convert_tokens_to_ids("<image>")
-    save(llava(image_token_id=placeholder, vocab_size=len(tokenizer)), tmp_path)
+    save(model_of(image_token_id=placeholder, vocab_size=len(tokenizer)), tmp_path, preparation)
     tokenizer.save_pretrained(tmp_path)
     given = {"temperature": 0, "max_tokens": 6, "logit_bias": {placeholder: -100}}
     llm = LLM(str(tmp_path), panel="reference", device="cpu", max_total_tokens=256)
