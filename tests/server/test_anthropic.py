@@ -95,6 +95,9 @@ def test_beta_query_and_head(server: RunningServer, client: anthropic.Anthropic)
         assert answer.status == 200
 
 
+PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
 @pytest.mark.parametrize(
     ("body", "error", "said"),
     [
@@ -103,9 +106,9 @@ def test_beta_query_and_head(server: RunningServer, client: anthropic.Anthropic)
         ({"extra_body": {"temperature": 3}}, "BadRequestError", "temperature"),
         ({"max_tokens": 4000}, "BadRequestError", "context"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": PNG}]}]},
             "BadRequestError",
-            "image",
+            "this server takes no images",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "BadRequestError", "tools"),
     ],

@@ -36,6 +36,16 @@ def conversation(*urls: str) -> list[Any]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is 12 + 30?"}]}]
 
 
+def of_anthropic(conversation: list[Any]) -> dict[str, Any]:
+    blocks = []
+    for part in conversation[0]["content"]:
+        if part["type"] == "image_url":
+            data = part["image_url"]["url"].partition("base64,")[2]
+            part = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        blocks.append(part)
+    return {"messages": [{"role": "user", "content": blocks}]}
+
+
 @contextlib.contextmanager
 def unreached() -> Iterator[str]:
     """A URL on this computer to which nothing may have connected at the end."""
@@ -73,6 +83,14 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path, model_of: Any, p
                 assert answer.choices[0].message.content == expected.text
                 assert answer.usage.prompt_tokens == expected.num_prompt_tokens
         assert answer.usage.prompt_tokens_details.cached_tokens == expected.num_prompt_tokens - 1
+        for each, expected in zip(messages, offline):
+            counted = httpx.post(
+                f"{server.url}/v1/messages/count_tokens", json=of_anthropic(each), timeout=60
+            )
+            assert counted.json() == {"input_tokens": expected.num_prompt_tokens}
+            body = {**of_anthropic(each), "max_tokens": 1, "temperature": 0}
+            usage = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()["usage"]
+            assert usage["cache_read_input_tokens"] == expected.num_prompt_tokens - 1
         for wrong, message in (
             (str(tmp_path / "picture.png"), "an image URL must be data:image/"),
             ("https://example.com/picture.png", "an image URL must be data:image/"),

@@ -22,6 +22,7 @@ from pydantic_core import from_json
 from diptych.shared.dialects.parts.json_calls import loads
 from diptych.shared.server.api import sse
 from diptych.shared.server.api.answers import Chunk, check_model, respond
+from diptych.shared.server.api.anthropic_images import ImageBlock, content_of
 from diptych.shared.server.api.body import Body
 from diptych.shared.server.api.chat import chat_chunks, start_chat
 from diptych.shared.server.api.chat_prompt import template_args_of
@@ -85,7 +86,9 @@ class ToolResultBlock(ContentBlock):
     is_error: bool = False
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
 def _kept_blocks(blocks: Any) -> Any:
@@ -254,7 +257,7 @@ def _messages_of(turn: Turn) -> list[Message]:
         for block in turn.content
         if isinstance(block, ToolUseBlock)
     ]
-    text = "".join(block.text for block in turn.content if isinstance(block, TextBlock))
+    text = content_of(turn.content)
     thinking = "".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock))
     if results and not (text or thinking or calls):
         return results
