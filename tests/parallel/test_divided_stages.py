@@ -22,6 +22,7 @@ from diptych.shared.loading import quantize
 from diptych.shared.parallel.collective_log import Entry, entries_of, first_difference
 from diptych.shared.parallel.grid import groups_of, join_ranks, tp_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from tests.parallel.test_families import TOLERANCE, logprobs
 from tests.parallel.test_pipeline_parallel import (
     FLAGS,
     PANELS,
@@ -31,7 +32,6 @@ from tests.parallel.test_pipeline_parallel import (
     under_way,
 )
 from tests.parallel.test_quantized_ranks import SIZES
-from tests.parallel.test_tensor_parallel import TOLERANCE
 from tests.parallel.tiny_ranks import QWEN3_MOE, answers, make_config
 from tests.planted import Bug, Bugs
 
@@ -54,9 +54,7 @@ def test_divided_stages_answer_as_one(folders: dict[str, str], model: str, flags
     for run in runs:
         assert output_ids(run.reqs) == output_ids(expected)
         assert [req.output_logprobs for req in run.reqs] == [req.output_logprobs for req in runs[0].reqs]
-        found = [each.logprob for req in run.reqs for each in req.input_logprobs + req.output_logprobs]
-        wanted = [each.logprob for req in expected for each in req.input_logprobs + req.output_logprobs]
-        assert found == pytest.approx(wanted, abs=TOLERANCE)
+        assert logprobs(run.reqs) == pytest.approx(logprobs(expected), abs=TOLERANCE)
         assert run.num_under_way == under_way(panel, 2)
         assert run.assembly.kv_pool.num_layers == 1
         assert run.assembly.kv_pool.k_buffer(0).shape[1] == 1  # of two KV heads
@@ -105,18 +103,13 @@ def test_quantized_inputs_are_scaled_by_all_ranks_of_a_stage(
     assert on_ranks(4, scaled_together, config=config)[2:] == [{"o_proj"}] * 2
 
 
-def _over_all_ranks(*args: Any) -> Collectives:
-    """Sums go over all ranks."""
-    ranks: Any = join_ranks(*args)
-    ranks.grid = Grid(ranks, ranks.grid.stages)
-    return ranks  # type: ignore[no-any-return]
+def _with_groups(choose: Any) -> Any:
+    def join(*args: Any) -> Any:
+        ranks: Any = join_ranks(*args)
+        ranks.grid = choose(ranks, ranks.grid)
+        return ranks
 
-
-def _one_pipeline(*args: Any) -> Collectives:
-    """A stage sends to the next rank: its neighbour, not the next stage."""
-    ranks: Any = join_ranks(*args)
-    ranks.grid = Grid(ranks.grid.tp, ranks)
-    return ranks  # type: ignore[no-any-return]
+    return join
 
 
 def _of_another_batch(receive: Any) -> Any:
@@ -134,18 +127,14 @@ def _of_another_batch(receive: Any) -> Any:
 
 PLANTED = Bugs("divided stages", finder="answers of one rank")
 for _name, (_where, _wrong) in {
-    "sums over all ranks": (f"{on_ranks.__module__}.join_ranks", _over_all_ranks),
-    "messages to a rank of the same stage": (f"{on_ranks.__module__}.join_ranks", _one_pipeline),
-    "hidden states of another micro-batch": (
-        "diptych.reference.parallel.pipeline.Stage._receive",
-        _of_another_batch(reference.Stage._receive),
-    ),
-    "ahead: hidden states of another micro-batch": (
-        "diptych.optimized.parallel.pipeline.Stage._receive",
-        _of_another_batch(optimized.Stage._receive),
-    ),
+    "sums over all ranks": ("join_ranks", _with_groups(lambda ranks, grid: Grid(ranks, grid.stages))),
+    "messages within a stage": ("join_ranks", _with_groups(lambda ranks, grid: Grid(grid.tp, ranks))),
+    "another micro-batch": ("reference", _of_another_batch(reference.Stage._receive)),
+    "ahead: another micro-batch": ("optimized", _of_another_batch(optimized.Stage._receive)),
 }.items():
-    PLANTED.add(_name, _wrong, _name, where=_where)
+    _module = on_ranks.__module__ if _where == "join_ranks" else f"diptych.{_where}.parallel.pipeline"
+    _attribute = _where if _where == "join_ranks" else "Stage._receive"
+    PLANTED.add(_name, _wrong, _name, where=f"{_module}.{_attribute}")
 
 
 @PLANTED.found_by(honest=True)
