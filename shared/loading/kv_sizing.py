@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
+from diptych.shared.config.engine import MAX_BLOCK_LEN
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import Drafter
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
@@ -185,8 +186,7 @@ def pool_budget(mem_fraction_static: float, free: int, total: int, reserved: int
 def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """The bytes that the largest step takes in addition to weights and KV, by purpose."""
     context_len = config.context_len or model.context_len
-    num_tokens = config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
-    num_tokens = max(num_tokens, 1) + config.max_running_requests  # a mixed step decodes too
+    num_tokens = _most_prompt_tokens(config, context_len) + config.max_running_requests  # if mixed
     layers = [model.of_layer(layer_id) for layer_id in range(model.num_hidden_layers)]
     q = model.num_qo_heads * max(layer.head_dim for layer in layers)
     kv = max(layer.num_kv_heads * layer.head_dim for layer in layers)
@@ -215,13 +215,41 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
             graphs *= 2
         if config.cuda_graph_max_tokens != 0 and not config.dp_attention and model.linear_attention is None:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
-    return {
+    masks = {} if config.cuda_graph_block_len is None else {"masks": mask_bytes(config, model)}
+    return masks | {
         "activations": num_tokens * per_token,
         "logits": num_logit_rows * model.vocab_size * BYTES_PER_LOGIT,
         "req_to_token": (num_rows(config) + 1) * context_len * torch.int32.itemsize,
         "graphs": graphs,
         "libraries": LIBRARIES,
     }
+
+
+def mask_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """The bytes of the largest masks of block diffusion: each token of a step sees the whole context. A mask
+    has a byte for each pair, and up to two copies of a bit each, one for each kind of layer. While a prompt
+    runs, the next one is launched ahead, so there are two masks."""
+    context_len = config.context_len or model.context_len
+    num_tokens = max(_most_prompt_tokens(config, context_len), MAX_BLOCK_LEN)
+    return num_tokens * context_len * 2 * 5 // 4
+
+
+def check_mask_memory(memory: MemoryPlan, config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ValueError` if the memory plan of a GPU has no room for the masks of block diffusion."""
+    others = sum(size for what, size in memory.reserved.items() if what != "masks")
+    left = memory.free - memory.num_tokens * memory.bytes_per_token - others
+    if memory.total and mask_bytes(config, model) > left:
+        raise ValueError(
+            f"masks of block diffusion need up to {_gib(mask_bytes(config, model))}; the KV pool and other "
+            f"memory of steps leave {_gib(max(left, 0))}: start with cuda_graph_block_len, which keeps "
+            f"memory for masks, or a smaller chunked_prefill_size ({config.chunked_prefill_size}), "
+            "context_len or max_total_tokens"
+        )
+
+
+def _most_prompt_tokens(config: EngineConfig, context_len: int) -> int:
+    """The most prompt tokens of a step."""
+    return config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
 
 
 def _gib(num_bytes: int) -> str:

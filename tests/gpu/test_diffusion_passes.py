@@ -47,7 +47,11 @@ def test_float32_answers_are_the_references(block_len: int) -> None:
 def test_replays_are_what_is_launched() -> None:
     """In bfloat16 by the default backend, bit for bit: the same requests in the same order."""
     flags = {"page_size": 16, "dtype": "bfloat16", "cuda_graph_block_len": 4}
-    replayed = answers(optimized("tiny-dense", **flags))
+    llm = optimized("tiny-dense", **flags)
+    replays = llm.assembly.parts.model_runner.replays
+    before = replays.steps
+    replayed = answers(llm)
+    assert replays.steps > before
     assert answers(optimized("tiny-dense", **flags, disable_cuda_graph=True)) == replayed
 
 

@@ -9,7 +9,10 @@ from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.loading.kv_sizing import (
     GIB,
     MAX_CPU_TOKENS,
+    MemoryPlan,
+    check_mask_memory,
     kv_bytes_per_token,
+    mask_bytes,
     plan_memory,
     reserve_for_steps,
 )
@@ -91,6 +94,31 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
         < more
         == reserve(cuda_graph_max_tokens=10**6, chunked_prefill_size=8192 - 256)["graphs"]
     )
+
+
+def test_masks_of_block_diffusion_are_planned_or_refused(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    def plan(**flags: object) -> tuple[MemoryPlan, EngineConfig, ModelConfig]:
+        config = EngineConfig(page_size=4, context_len=32768, **flags)
+        memory = plan_memory(config, qwen3_8b, torch.bfloat16, torch.device("cuda"))
+        return memory, config, qwen3_8b
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
+    flags = {"mem_fraction_static": 0.999, "max_running_requests": 512}
+    kept = plan(**flags, cuda_graph_block_len=4)
+    # Two masks of a byte for each token of a chunk and of the context, with two copies of a bit each.
+    assert kept[0].reserved["masks"] == mask_bytes(*kept[1:]) == 2 * 8192 * 32768 * 5 // 4
+    check_mask_memory(*kept)
+    with pytest.raises(ValueError, match=r"need up to 0.62 GiB.* leave 0.00 GiB.*_size \(8192\)"):
+        check_mask_memory(*plan(**flags))
+    with pytest.raises(ValueError, match=r"need up to 0.62 GiB.* leave 0.00 GiB"):
+        check_mask_memory(*plan(cuda_graph_block_len=4, max_total_tokens=870_000))
+    check_mask_memory(*plan(mem_fraction_static=0.8))  # leaves more than steps need
+    assert mask_bytes(EngineConfig(chunked_prefill_size=64), qwen3_8b) == 512 * 40960 * 5 // 2  # passes
+    assert mask_bytes(EngineConfig(chunked_prefill_size=None), qwen3_8b) == 40960**2 * 5 // 2
+    cpu = plan_memory(EngineConfig(), qwen3_8b, torch.float32, torch.device("cpu"))
+    check_mask_memory(cpu, EngineConfig(chunked_prefill_size=None), qwen3_8b)
 
 
 def test_shared_experts_compute_the_tokens_of_all_replicas() -> None:

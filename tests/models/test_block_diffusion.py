@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,10 @@ def test_refusals(folder: Path, panel: str) -> None:
     for wrong in ({"mask_id": -1}, {"mask_id": 1, "block_len": 0}, {"mask_id": 1, "threshold": 1.5}):
         with pytest.raises(ValueError, match="must be"):
             DiffusionParams(**wrong)
+    full_gpu = engine(folder, panel)
+    object.__setattr__(full_gpu.assembly, "memory", replace(full_gpu.assembly.memory, total=1))
+    with pytest.raises(ValueError, match="masks of block diffusion need up to"):
+        full_gpu.submit(prompt_of(9), GREEDY, diffusion=PARAMS)
     mixed = engine(folder, panel, enable_mixed_chunk=True)
     with pytest.raises(ValueError, match="without enable_mixed_chunk"):
         mixed.submit(prompt_of(9), GREEDY, diffusion=PARAMS)

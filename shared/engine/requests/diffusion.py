@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.requests.input_embeds import check_supported
+from diptych.shared.loading.kv_sizing import check_mask_memory
 from diptych.shared.types import DiffusionParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def accept_diffusion(
         raise ValueError("diffusion requests do not work with linear attention")
     num_token_ids = assembly.parts.num_token_ids
     check_diffusion(params, sampling, prompt_ids, others, assembly.config, num_token_ids)
+    check_mask_memory(assembly.memory, assembly.config, assembly.model_config)
     panel = assembly.selection["scheduler"]
     if panel not in ("reference", "optimized"):
         raise ValueError(f"diffusion requests need a scheduler of the engine, got scheduler={panel}")
