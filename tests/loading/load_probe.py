@@ -1,6 +1,6 @@
 """Loads a model in a process of its own and prints, as JSON, the memory that it took.
 
-python load_probe.py FOLDER {auto,dummy} DEVICE
+python load_probe.py FOLDER {auto,dummy} DEVICE [FREE_TIMES]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from diptych.shared import registry
 from diptych.shared.config import read_config
+from diptych.shared.loading import weights as weights_module
 from diptych.shared.loading.weights import dummy_weights, iterate_weights
 from diptych.shared.tools.conformance.clauses.device import building
 
@@ -32,7 +33,8 @@ class HostPeak(threading.Thread):
             time.sleep(0.002)
 
 
-def main(folder: str, load_format: str, device: str) -> None:
+def main(folder: str, load_format: str, device: str, free_times: str = "") -> None:
+    weights_module.FREE_TIMES = int(free_times or weights_module.FREE_TIMES)
     config = read_config(folder)
     layers, moe = registry.load("layers", "optimized"), registry.load("moe", "reference")
     model_class = registry.load("models", "optimized").model_class(config.architecture)

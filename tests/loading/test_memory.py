@@ -65,9 +65,9 @@ def write_checkpoint(folder: Path, hf_config: dict[str, Any], shard_bytes: int) 
     return largest
 
 
-def probe(folder: Path, load_format: str) -> dict[str, float]:
+def probe(folder: Path, load_format: str, *more: str) -> dict[str, float]:
     script = Path(__file__).with_name("load_probe.py")
-    command = [sys.executable, str(script), str(folder), load_format, "cuda"]
+    command = [sys.executable, str(script), str(folder), load_format, "cuda", *more]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
@@ -87,6 +87,9 @@ def test_loading_a_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_dummy_weights(name: str, tmp_path: Path) -> None:
+    """A GPU with little room has no embedding twice."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     found = probe(tmp_path, "dummy")
+    assert found["device"] < found["weights"] + 2 * GIB
+    found = probe(tmp_path, "dummy", "1000000")
     assert found["device"] < found["weights"] + GIB

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,6 @@ from diptych.shared.engine.processes.input_log import CallClock, decode
 from diptych.shared.engine.processes.ranks import LeadScheduler, collectives_of, repeat
 from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.parallel import channel
-from diptych.shared.parallel.channel import Listener
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.types import Req
 from tests.server.running import RunningServer, serving
@@ -216,12 +217,20 @@ def until_ready(url: str, status: int = 200) -> None:
         time.sleep(0.05)
 
 
+def free_port() -> int:
+    """A port that no process is given unasked: those are from 32768 on."""
+    dice = random.SystemRandom()  # processes of tests have one seed
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind(("127.0.0.1", dice.randrange(20_000, 32_000)))
+            port: int = taken.getsockname()[1]
+            return port
+
+
 @contextlib.contextmanager
 def servers_of(ranks: tuple[int, int], *flags: str) -> Iterator[tuple[RunningServer, RunningServer]]:
     """A prefill server and a decode server, which is ready, of so many ranks."""
-    listener = Listener("127.0.0.1", SECRET)
-    port = listener.port
-    listener.close()
+    port = free_port()
     modes = ("prefill", "--disaggregation-port"), ("decode", "--prefill-servers")
     values = (str(port), f"127.0.0.1:{port}")
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
