@@ -11,6 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,8 +51,7 @@ class CudaGraphs:
         """Capture a function, after a run that compiles kernels and sets up libraries, and one that raises
         `RuntimeError` if it waits for the device. `of_other_size`: another size of the function is captured,
         so where all are rehearsed neither run is needed."""
-        self._run_before(function, of_other_size)
-        with self._capturing() as recording:
+        with self._prepared(function, of_other_size), self._capturing() as recording:
             output = function()
         return CapturedCall(recording.graph, output)
 
@@ -60,14 +60,24 @@ class CudaGraphs:
     ) -> tuple[Replay, list[torch.Tensor]]:
         """Capture a function in pieces: it calls `cut` where other work is launched between two graphs.
         Returns the replay of the last piece, whose outputs are borrowed buffers too."""
-        self._run_before(lambda: function(lambda tensors: (_nothing, tensors)), of_other_size)
-        with self._capturing() as recording:
+        whole = partial(function, lambda tensors: (_nothing, tensors))
+        with self._prepared(whole, of_other_size), self._capturing() as recording:
             outputs = function(recording.cut)
         return recording.graph.replay, [Memory.of(output).as_tensor() for output in outputs]
 
-    def _run_before(self, function: Callable[[], object], of_other_size: bool) -> None:
-        if of_other_size and self.are_rehearsed:
-            return
+    @contextlib.contextmanager
+    def _prepared(self, function: Callable[[], object], of_other_size: bool) -> Iterator[None]:
+        is_ready = of_other_size and self.are_rehearsed
+        if not is_ready:
+            self._run_before(function)
+        try:
+            yield
+        except RuntimeError:
+            if is_ready:
+                self._run_before(function)  # its error names what waits
+            raise
+
+    def _run_before(self, function: Callable[[], object]) -> None:
         function()
         with _refusing_to_wait():
             function()

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from diptych.optimized.decoder import DecoderForCausalLM
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import VerifyBuffers
 from diptych.shared.config import EngineConfig, ModelConfig
@@ -100,32 +103,35 @@ def _sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:
 
 @contextmanager
 def attention_of_rehearsal(*owners: Any) -> Iterator[None]:
-    """Within the block, `attention` of the owners computes nothing if it does not consist of kernels that
-    `compile_ahead` or FlashInfer compiles: reference and flex_attention, which do not run in graphs either,
-    would compute long prompts with much memory."""
-    attention = owners[0].attention
-    prefill = getattr(attention, "prefill_backend", attention)
-    if attention.supports_cuda_graph and prefill.supports_cuda_graph:
-        yield
-        return
-    for owner in owners:
-        owner.attention = NoAttention()
+    """Within the block, `attention` of the owners, or its half for prompts, computes nothing if it does not
+    consist of kernels that `compile_ahead` or FlashInfer compiles: reference and flex_attention, which do not
+    run in graphs either, would compute long prompts with much memory."""
+    attention: Any = owners[0].attention
+    replaced = [(owner, "attention") for owner in owners]
+    if attention.supports_cuda_graph:
+        replaced = [(attention, "prefill_backend")] if hasattr(attention, "prefill_backend") else []
+        if replaced and attention.prefill_backend.supports_cuda_graph:
+            replaced = []
+    before = [getattr(owner, name) for owner, name in replaced]
+    for owner, name in replaced:
+        setattr(owner, name, NoAttention())
     try:
         yield
     finally:
-        for owner in owners:
-            owner.attention = attention
+        for (owner, name), value in zip(replaced, before):
+            setattr(owner, name, value)
 
 
 @contextmanager
 def layers_of_rehearsal(runner: ModelRunner) -> Iterator[None]:
     """Within the block the model has fewer layers: of each kind of layer one behind each other kind. The
-    others launch the same variants. All, if a drafter reads the inputs of some."""
-    body: Any = getattr(runner.model, "model", None)
-    layers = getattr(body, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or runner.capture_hidden:
+    others launch the same variants. All, if a drafter reads the inputs of some, or if the model is of another
+    kind than this panel's, which may count on them."""
+    if not isinstance(runner.model, DecoderForCausalLM) or runner.capture_hidden:
         yield
         return
+    body: Any = runner.model.model
+    layers = body.layers
     kinds = [_kind_of(layer) for layer in layers]
     pairs = [*zip([None, *kinds], kinds)]
     body.layers = nn.ModuleList(layers[pairs.index(pair)] for pair in dict.fromkeys(pairs))
@@ -150,11 +156,12 @@ def _fact(named: tuple[Any, Any]) -> Any:
         return name, value.shape, value.stride(), value.dtype
     if isinstance(value, dict):  # parameters and buffers
         return name, *map(_fact, value.items())
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return name, *map(_fact, enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return name, type(value), *[_fact((each.name, getattr(value, each.name))) for each in fields(value)]
-    return name, value if isinstance(value, (int, str, torch.dtype, type(None))) else type(value)
+    is_fact = isinstance(value, (int, str, torch.dtype, type(None), type, Enum, FunctionType))
+    return name, value if is_fact else type(value)
 
 
 class NoAttention(AttentionBackend):

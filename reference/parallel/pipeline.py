@@ -3,7 +3,7 @@
 Every rank runs the same scheduler. Launching a batch computes this rank's layers: the first rank embeds the
 tokens, every rank sends the hidden states to the next, and the last one samples and sends the tokens to all.
 So a rank knows the tokens of a batch only after the last rank has computed it. Until then it launches batches
-of other requests. With as many batches as ranks, all ranks are busy. Each rank makes the same decisions, at
+of other requests. With as many batches as stages, all ranks are busy. Each rank makes the same decisions, at
 different times. A rank's own launches are in order, so memory may be freed as soon as the scheduler decides:
 earlier launches have already been computed on this rank. Messages go through the memory of the CPU: they are
 few and small, and any network carries them.

@@ -39,13 +39,6 @@ def check_parallel_flags(flags: EngineFlags) -> None:
                 )
     elif flags.hicache_dir is not None:
         raise ValueError(f"hicache_dir={flags.hicache_dir} needs hicache_tokens, the tier above it")
-    if flags.dp_attention:
-        _check_dp_attention(flags)
-    elif flags.tp % flags.ep != 0:
-        raise ValueError(
-            f"ep={flags.ep} needs tp to be a multiple of it, and tp is {flags.tp}: expert parallelism places "
-            f"experts on the ranks of tensor parallelism"
-        )
     if flags.pp > 1:
         one_token = ": stages pass on one token of a request a step"
         for name, value, only, why in (
@@ -54,6 +47,13 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
+    if flags.dp_attention:
+        _check_dp_attention(flags)
+    elif flags.tp % flags.ep != 0:
+        raise ValueError(
+            f"ep={flags.ep} needs tp to be a multiple of it, and tp is {flags.tp}: expert parallelism places "
+            f"experts on the ranks of tensor parallelism"
+        )
     for split, without in ONE_ENGINE:
         if getattr(flags, split) != without:
             _check_split_engine(flags, f"{split}={getattr(flags, split)}")

@@ -23,6 +23,7 @@ MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 128}
 FLAGS: list[Any] = [
     {"model": "tiny-moe", **MIXED},
     pytest.param({"model": "tiny-dense", "use": {"attention": "reference"}}, marks=pytest.mark.full),
+    pytest.param({"model": "tiny-dense", "use": {"attention": "reference+triton"}}, marks=pytest.mark.full),
     pytest.param({"model": "tiny-dense"}, marks=pytest.mark.full),
     pytest.param({"model": "tiny-dense", "speculative": "ngram"}, marks=pytest.mark.full),
     pytest.param(
