@@ -15,6 +15,7 @@ from diptych.optimized.graphs.extend_graph import ExtendSteps, capture_prefill_s
 from diptych.optimized.graphs.mixed_graph import MixedSteps
 from diptych.optimized.graphs.rehearsal import (
     attention_of_rehearsal,
+    block_batches,
     decode_batches,
     layers_of_rehearsal,
     prefill_batches,
@@ -109,7 +110,9 @@ class AllSteps:
                 logits = runner.forward(batch).next_token_logits
         assert logits is not None
         num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
-        max_rows = max(config.max_running_requests * num_nodes, MAX_TOKENS if self.blocks else 0)
+        max_rows = max(
+            config.max_running_requests * num_nodes, MAX_TOKENS if config.cuda_graph_block_len else 0
+        )
         for info in sampling_infos(max_rows, num_token_ids, self.device):
             rows = logits.new_zeros(len(info.seeds), logits.shape[1])[:, :num_token_ids]
             sampler.sample(rows, info, torch.zeros_like(info.seeds))
@@ -138,6 +141,9 @@ class AllSteps:
         yield from decode_batches(self.config, self.decode.max_bs, self.device)
         for steps in self.verify:
             yield from verify_batches(self.config, steps.max_bs, steps.buffers, self.device)
+        if self.config.cuda_graph_block_len is not None and model.linear_attention is None:
+            num_captured = self.blocks[0].max_bs if self.blocks else 0
+            yield from block_batches(self.config, model, num_captured, self.device)
 
     def capture(self, runner: ModelRunner, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:
         """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from diptych.optimized.decoder import DecoderForCausalLM
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
-from diptych.optimized.graphs.verify_graph import VerifyBuffers
+from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.interfaces.model_runner import ModelRunner
@@ -36,6 +36,7 @@ BATCH_SIZES = (1, 65, 1025)
 """of prompts: attention looks for a request among so many (`portable.prompts_block`)."""
 TILE_ROWS = (16, 32, 64, 128)
 """Query heads of a KV head and of a prompt's tokens, together: attention has tiles of so many."""
+LONG_PROMPT = 256
 NUM_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Prefill steps beyond the captured ones: a layer of experts chooses its tiles by them."""
 SAMPLING: tuple[dict[str, object], ...] = (
@@ -59,9 +60,7 @@ def prefill_batches(
     """Prefill steps that run without a graph, or whose attention does. num_captured: the most tokens of a
     step in a graph."""
     assert config.context_len is not None
-    most = config.max_prefill_tokens
-    if config.chunked_prefill_size is not None:
-        most = min(most, config.chunked_prefill_size)
+    most = _most_tokens(config)
     group = model.num_qo_heads // model.num_kv_heads
     cases = [(min(num_captured + n, most), n) for n in NUM_REQUESTS]
     # Less than a whole tile each: from 64 tokens on, the default backend asks FlashInfer.
@@ -93,6 +92,36 @@ def verify_batches(
             mask = torch.ones(size, num_nodes, num_nodes, dtype=torch.bool, device=device)
         trees = prompts([num_nodes] * size, device)
         yield replace(trees, forward_mode=ForwardMode.TARGET_VERIFY, tree_mask=mask)
+
+
+def block_batches(
+    config: EngineConfig, model: ModelConfig, num_captured: int, device: torch.device
+) -> Iterator[ForwardBatch]:
+    """Block diffusion: prompts, whose masks no graph takes, and passes of more blocks than are captured."""
+    block_len = config.cuda_graph_block_len
+    assert block_len is not None
+    assert config.context_len is not None
+    # A prompt for the default backend's FlashInfer, then small ones, as no graph pads them.
+    long = prompts([min(LONG_PROMPT, _most_tokens(config), config.context_len)], device)
+    for batch in chain([long], prefill_batches(config, model, 0, device)):
+        yield replace(batch, custom_mask=_flat_mask(batch, device))
+    most = min(config.max_running_requests, MAX_TOKENS // block_len)
+    for size in _sizes_beyond(config.updated(max_running_requests=most), num_captured):
+        blocks = replace(prompts([block_len] * size, device), forward_mode=ForwardMode.TARGET_VERIFY)
+        if has_windows(model):
+            yield replace(blocks, custom_mask=_flat_mask(blocks, device))
+        else:
+            mask = torch.ones(size, block_len, block_len, dtype=torch.bool, device=device)
+            yield replace(blocks, tree_mask=mask)
+
+
+def _most_tokens(config: EngineConfig) -> int:
+    """The most tokens of a prefill step."""
+    return min(config.max_prefill_tokens, config.chunked_prefill_size or config.max_prefill_tokens)
+
+
+def _flat_mask(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
+    return torch.ones(sum(n * n for n in batch.seq_lens_cpu), dtype=torch.bool, device=device)
 
 
 def _sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:

@@ -20,6 +20,7 @@ from tests.gpu.test_hybrid import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 128}
+BLOCKS = {"cuda_graph_block_len": 4, "page_size": 4, "cuda_graph_max_bs": 8, "chunked_prefill_size": 256}
 FLAGS: list[Any] = [
     {"model": "tiny-moe", **MIXED},
     pytest.param({"model": "tiny-dense", "use": {"attention": "reference"}}, marks=pytest.mark.full),
@@ -29,6 +30,7 @@ FLAGS: list[Any] = [
     pytest.param(
         {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16}, marks=pytest.mark.full
     ),
+    pytest.param({"model": "tiny-dense", **BLOCKS}, marks=pytest.mark.full),
     pytest.param({"model": "wide"}, marks=pytest.mark.full),  # a hybrid model
 ]
 

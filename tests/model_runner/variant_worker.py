@@ -11,7 +11,7 @@ import json
 import random
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.compiler import CompiledKernel
@@ -19,7 +19,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from diptych.optimized.kernels import portable
+from diptych.shared.types import DiffusionParams, SamplingParams
 from tests.kernels.compile_worker import GPUS, NoDriver
+
+if TYPE_CHECKING:
+    from diptych.shared.engine.llm import LLM
 
 NUM_REQUESTS = (1, 2, 5, 17, 70)
 
@@ -30,6 +34,9 @@ def main() -> None:
     portable.gpu_of = lambda device: GPUS[NoDriver.name]
     torch.version.cuda = "13.0"  # as launchers find it on a GPU
     CompiledKernel._init_handles = lambda kernel: None
+    # cuBLAS's: their results mean as little as the kernels', and a CPU takes minutes.
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.Tensor.addmm_ = lambda residual, *factors: residual
 
     from diptych.optimized.attention import triton as triton_attention
     from diptych.optimized.graphs import all_steps
@@ -60,6 +67,8 @@ def main() -> None:
         runner.steps.rehearse(runner, parts.sampler, parts.num_token_ids)  # with all layers
         for num in NUM_REQUESTS:
             llm.generate(*random_prompts(llm, dice, num), progress=False)
+            if llm.config.cuda_graph_block_len is not None:
+                fill_blocks(llm, *random_prompts(llm, dice, num))
     JITFunction.run = compile_one
     new = [f"{jit.fn.__name__}{spec}" for jit, spec, *_ in variants.known - known]
 
@@ -72,6 +81,16 @@ def main() -> None:
         found.append([counts.num_after_ready, len(counts.after_ready)])
         rms_norm._rms_norm_kernel.device_caches.clear()  # as a new process has none
     print(json.dumps({"known": len(known), "new": new, "counts": found}))
+
+
+def fill_blocks(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    """Requests with block diffusion, sampled in every way that it has. All tokens are 0."""
+    fields = ("max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p")
+    sampling = [SamplingParams(**{name: getattr(each, name) for name in fields}) for each in params]
+    prompts = [[token_id if token_id != 1 else 2 for token_id in prompt] for prompt in prompts]
+    block_len = llm.config.cuda_graph_block_len
+    assert block_len is not None
+    llm.generate(prompts, sampling, diffusion=DiffusionParams(1, block_len, 0.5), progress=False)
 
 
 if __name__ == "__main__":
