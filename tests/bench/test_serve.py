@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from diptych.shared.tools.bench import serve_client, serve_plot
 from diptych.shared.tools.bench.serve_client import Client, Outcome, _take
 from diptych.shared.tools.bench.serve_load import Arrivals, LoadResult, Targets, run_load
+from diptych.shared.tools.bench.serve_rows import rows
 from diptych.shared.tools.bench.serve_workloads import (
     Agents,
     MultiTurn,
@@ -22,6 +24,8 @@ from diptych.shared.tools.bench.serve_workloads import (
     ShareGpt,
     Turn,
 )
+from diptych.shared.tools.commands.bench_run import Progress
+from diptych.shared.tools.commands.bench_serve import ServeBenchmark
 
 
 def outcome(*chunk_times: float, start: float = 0.0, num_tokens: int | None = None) -> Outcome:
@@ -75,6 +79,28 @@ def test_figures_of_turns() -> None:
     assert figures["steady_itl_ms"]["max"] == pytest.approx(500)  # 2.5 s began before the other's first token
     assert (figures["max_itl_to_median"], figures["late_itl"]) == (pytest.approx(5), 1 / 5)
     assert "late_itl" not in LoadResult(Arrivals(rate=1.0), Targets(), seconds=1.0).as_json()
+    labels = [name for name, _ in rows([result])]
+    assert {"TTFT p99, ms", "E2E p50, ms", "E2E p99, ms"} <= set(labels)
+    for each in result.outcomes:
+        each.history_len = 0  # as of chats of text
+    assert result.as_json()["history_rate"] is None
+    unknown = {"hit rate, whole history", "new tokens alone: TTFT p50, ms", "later turns / alone"}
+    assert [name for name, _ in rows([result])] == [name for name in labels if name not in unknown]
+
+
+def test_a_plot_has_other_lines_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figure, axes = serve_plot.new_figure("")
+    monkeypatch.setattr(serve_plot, "new_figure", lambda title: (figure, axes))
+    results = [LoadResult(Arrivals(concurrency=each), Targets(), seconds=1.0) for each in (1, 4, 2)]
+    results[2].has_cache = False
+    serve_plot.plot_loads(tmp_path / "plot.svg", "", results)
+    found = {str(line.get_label()): list(line.get_xdata()) for line in axes.get_lines()}  # type: ignore[arg-type]
+    cached, off = [1, 4], [2]
+    assert found == dict(zip(("complete", "goodput"), (cached, cached))) | {
+        "complete, cache off": off,
+        "goodput, cache off": off,
+    }
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -109,6 +135,26 @@ def test_loops(arrivals: Arrivals, most: int) -> None:
     assert client.most_live == most
     assert len(result.outcomes) == 24
     assert result.seconds > 0
+
+
+def test_a_server_that_does_not_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[list[int] | str] = []
+
+    class Recorder(Client):
+        async def connect(self, model: str | None) -> None:
+            """There is no server."""
+
+        async def request(self, turn: Turn, *_: Any, **__: Any) -> Outcome:
+            prompts.append(turn.prompt)
+            return outcome(0.1)
+
+    monkeypatch.setattr(serve_client, "Client", Recorder)
+    benchmark = ServeBenchmark([Arrivals(concurrency=1)], RandomPrompts(3), {}, Targets(), num_warm_ups=2)
+    benchmark.model = None
+    asyncio.run(benchmark.measure_loads("http://127.0.0.1:9", benchmark.cases, Progress()))
+    assert len(prompts) == len(set(map(str, prompts))) == 5  # the prompts of warm-ups are others
+    (note,) = benchmark.notes(benchmark.results)
+    assert note.startswith("concurrency 1: the server does not flush its prefix cache")
 
 
 @pytest.mark.parametrize("arrivals", [{}, {"rate": 1, "concurrency": 1}, {"rate": 0}, {"concurrency": 0}])
@@ -195,10 +241,10 @@ def test_a_prompt_of_ids_has_the_turns_before(has_ids: bool) -> None:
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ({"first_len": (3, 2)}, "first_len must be a length of at least 1, or two in order, got 3-2"),
-        ({"num_turns": 0}, "turns must be at least 1, got 0"),
-        ({"think_time": -1.0}, "think_time must be 0 or more seconds, got -1.0"),
-        ({"think_time": math.nan}, "think_time must be 0 or more seconds, got nan"),
+        ({"first_len": (3, 2)}, "--first-len must be a length of at least 1, or two in order, got 3-2"),
+        ({"num_turns": 0}, "--num-turns must be at least 1, got 0"),
+        ({"think_time": -1.0}, "--think-time must be 0 or more seconds, got -1.0"),
+        ({"think_time": math.nan}, "--think-time must be 0 or more seconds, got nan"),
     ],
 )
 def test_agents_that_make_no_sense(numbers: dict[str, Any], said: str) -> None:

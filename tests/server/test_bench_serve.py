@@ -77,6 +77,7 @@ def test_turns_grow_and_are_cached(server: RunningServer, tmp_path: Path) -> Non
     assert found["num_complete"] == 6
     assert found["hit_rate"] > 0.4
     assert found["later_ttft_ms"]["mean"] > 0.0
+    assert found["history_rate"] is found["new_tokens"] is None  # chats are texts
 
 
 AGENTS = (
@@ -124,6 +125,13 @@ def test_agents_with_pages_and_without_a_cache(tmp_path: Path) -> None:
     assert "concurrency 1, cache off" in " ".join(result.output.split())
 
 
+def test_both_servers_answer_before_the_first_load(server: RunningServer) -> None:
+    result = bench("--url", server.url, "--cache-off-url", "http://127.0.0.1:9", "--cache-off", "1")
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:9/v1/models does not answer" in " ".join(result.output.split())
+    assert "requests" not in result.output  # no load began
+
+
 def test_recorded_chats(server: RunningServer, tmp_path: Path) -> None:
     file = tmp_path / "chats.json"
     chat = [{"from": "human", "value": "What is 12 + 30?"}, {"from": "gpt", "value": "12 + 30 = 42"}]
@@ -162,6 +170,8 @@ def test_a_server_of_its_own() -> None:
         (["--url", "http://127.0.0.1:9", "--cache-off", "1"], "--cache-off with --url needs --cache-off-url"),
         (["--cache-off-url", "http://127.0.0.1:9"], "--cache-off-url needs --url and --cache-off"),
         (["--cache-off", "1", "--disable-radix-cache"], "nothing to compare with"),
+        (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
+        (["--input-len", "0"], "--input-len must be a length of at least 1"),
         (["--cache-off", "0"], "a concurrency must be at least 1, got 0"),
         pytest.param(["--model", "no-such-model"], "no-such-model", marks=pytest.mark.full),
     ],

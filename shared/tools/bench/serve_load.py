@@ -143,9 +143,11 @@ class LoadResult:
         return sum(outcome.num_cached_tokens for outcome in self.good) / max(num_tokens, 1)
 
     @property
-    def history_rate(self) -> float:
-        """Share of prompt tokens that earlier turns have computed: the hit rate of a cache without limits,
-        for conversations of token ids."""
+    def history_rate(self) -> float | None:
+        """Share of prompt tokens that earlier turns have computed: the hit rate of a cache without limits.
+        None for chats of text, whose tokens the client does not know."""
+        if self.new_len is None:
+            return None
         num_tokens = sum(outcome.num_prompt_tokens for outcome in self.good)
         return sum(outcome.history_len for outcome in self.good) / max(num_tokens, 1)
 

@@ -25,19 +25,23 @@ def rows(results: Sequence[LoadResult]) -> list[Row]:
         ("failed", lambda result: str(len(result.outcomes) - len(result.good))),
     ]
     if any(result.values("later_ttft") for result in results):
-        return found + turn_rows()
+        return found + turn_rows(has_ids=any(result.new_len is not None for result in results))
     return found + summaries(METRICS, "mean", "p50", "p90", "p99", "max")
 
 
-def turn_rows() -> list[Row]:
-    """The figures of conversations of several turns."""
-    return [
-        ("hit rate, whole history", lambda result: f"{result.history_rate:.1%}"),
-        ("tokens/s per user", lambda result: f"{result.user_rate:,.1f}"),
-        *summaries(["first_ttft", "later_ttft"], "p50", "p99"),
+def turn_rows(has_ids: bool) -> list[Row]:
+    """The figures of conversations of several turns; some exist for prompts of token ids only."""
+    history: list[Row] = [("hit rate, whole history", lambda result: share(result.history_rate))]
+    alone = [
         *summaries(["alone_ttft"], "p50"),
         ("later turns / alone", lambda result: times(result.later_to_alone)),
-        *summaries(["tpot"], "p50", "p99"),
+    ]
+    return [
+        *(history if has_ids else []),
+        ("tokens/s per user", lambda result: f"{result.user_rate:,.1f}"),
+        *summaries(["ttft", "first_ttft", "later_ttft"], "p50", "p99"),
+        *(alone if has_ids else []),
+        *summaries(["tpot", "e2e"], "p50", "p99"),
         *summaries(["itl", "steady_itl"], "p50", "p99", "max"),
         ("steady ITL max / p50", lambda result: times(result.max_itl_to_median)),
         (f"steady ITL above {LATE:g} x p50", lambda result: f"{result.late_itl:.1%}"),
@@ -51,6 +55,10 @@ def summaries(metrics: Sequence[str], *names: str) -> list[Row]:
 def label(metric: str) -> str:
     kind, _, base = metric.rpartition("_")
     return LABELS[kind] + base.upper()
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def times(value: float | None) -> str:

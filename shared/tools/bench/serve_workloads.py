@@ -10,7 +10,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, ClassVar, NamedTuple
 
-from diptych.shared.tools.bench.workloads import Offline256, Range, SharedPrefix, Uniform, check_least
+from diptych.shared.tools.bench.workloads import Offline256, Range, SharedPrefix, Uniform
 
 CHARS_PER_TOKEN = 4
 """Of a recorded answer, whose length in tokens depends on a tokenizer that a client does not have."""
@@ -29,8 +29,23 @@ Conversation = list[Turn]
 """The turns of one client. Each is sent after the previous answer, with the history."""
 
 
+class _Numbers:
+    """Checks the numbers of a workload. Errors name the option."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            option = "--" + name.replace("_", "-")
+            if isinstance(value, tuple) and not 1 <= value[0] <= value[1]:
+                got = f"{value[0]}-{value[1]}"
+                raise ValueError(f"{option} must be a length of at least 1, or two in order, got {got}")
+            if name == "think_time" and not 0 <= value < math.inf:
+                raise ValueError(f"{option} must be 0 or more seconds, got {value}")
+            if type(value) is int and name not in ("seed", "think_time") and value < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}")
+
+
 @dataclass(frozen=True)
-class RandomPrompts:
+class RandomPrompts(_Numbers):
     """Random token ids; lengths uniform in their ranges."""
 
     name: ClassVar[str] = "random"
@@ -45,7 +60,7 @@ class RandomPrompts:
 
 
 @dataclass(frozen=True)
-class SharedPrefixes:
+class SharedPrefixes(_Numbers):
     """Groups of requests that share the beginning of their prompts, in random order."""
 
     name: ClassVar[str] = "shared-prefix"
@@ -64,7 +79,7 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True)
-class MultiTurn:
+class MultiTurn(_Numbers):
     """Chats whose history grows by each question and its answer."""
 
     name: ClassVar[str] = "multi-turn"
@@ -73,10 +88,6 @@ class MultiTurn:
     input_len: Range = (32, 32)  # letters of a question, about one token each
     output_len: Range = (32, 32)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_least(self, num_requests=1, num_turns=1)
-        _check_ranges(self, "input_len", "output_len")
 
     def conversations(self, vocab_size: int) -> list[Conversation]:
         dice = random.Random(self.seed)
@@ -93,7 +104,7 @@ class MultiTurn:
 
 
 @dataclass(frozen=True)
-class Agents:
+class Agents(_Numbers):
     """Agents at work: a long first prompt, with instructions and files, then turns whose new tokens are the
     answer before and the result of a tool. All are token ids: a chat template, or tokenizing an answer's text
     again, would change how many tokens the prefix cache finds."""
@@ -106,12 +117,6 @@ class Agents:
     first_len: Range = (50_000, 50_000)
     think_time: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_least(self, num_requests=1, num_turns=1)
-        _check_ranges(self, "input_len", "output_len", "first_len")
-        if not 0 <= self.think_time < math.inf:
-            raise ValueError(f"think_time must be 0 or more seconds, got {self.think_time}")
 
     def conversations(self, vocab_size: int) -> list[Conversation]:
         """Conversations that differ in the first token, so that they share no prefix."""
@@ -134,7 +139,7 @@ class Agents:
 
 
 @dataclass(frozen=True)
-class ShareGpt:
+class ShareGpt(_Numbers):
     """The first questions of recorded chats in ShareGPT's format; answers are as long as the recorded
     ones."""
 
@@ -158,15 +163,6 @@ ServeWorkload = RandomPrompts | SharedPrefixes | MultiTurn | Agents | ShareGpt
 SERVE_WORKLOADS: dict[str, type[ServeWorkload]] = {
     each.name: each for each in (RandomPrompts, SharedPrefixes, MultiTurn, Agents, ShareGpt)
 }
-
-
-def _check_ranges(workload: MultiTurn | Agents, *names: str) -> None:
-    for name in names:
-        least, greatest = getattr(workload, name)
-        if not 1 <= least <= greatest:
-            raise ValueError(
-                f"{name} must be a length of at least 1, or two in order, got {least}-{greatest}"
-            )
 
 
 def _read(file: Path) -> list[Any]:

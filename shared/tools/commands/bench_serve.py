@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NO_CACHE = "--disable-radix-cache"
 NUM_ALONE = 5
 """Cold prompts of the new tokens of a turn, after one that does not count."""
+WARM_UP_SEED = 2**40
+"""Added to the seed for warm-ups: their prompts are not those of a load, whose cache may not be flushed."""
 
 SERVER, WORKLOAD, LOAD, RESULTS = "Server", "Numbers of the workload", "Load", "Results"
 
@@ -67,7 +69,8 @@ def serve(
         int | None,
         _option(
             WORKLOAD,
-            "Requests; of multi-turn and agents, conversations (agents: 16, at most the concurrency).",
+            "Requests; of multi-turn and agents, conversations. Default of agents: the concurrency of each "
+            "load, or 16 with --request-rate.",
         ),
     ] = None,
     input_len: Annotated[
@@ -233,6 +236,8 @@ class ServeBenchmark(Benchmark):
 
     def measure(self, progress: bench_run.Progress) -> None:
         url, off_url = self.facts["url"], self.facts["cache_off_url"]
+        if off_url is not None:
+            asyncio.run(self.connect(url, off_url))
         for loads, given, more in ((self.cases, url, []), (self.loads_off, off_url, [NO_CACHE])):
             if not loads:
                 continue
@@ -245,6 +250,14 @@ class ServeBenchmark(Benchmark):
                     given = stack.enter_context(own_server(arguments))
                 asyncio.run(self.measure_loads(given, loads, progress))
 
+    async def connect(self, *urls: str) -> None:
+        """Raise `ValueError` unless all servers answer."""
+        from diptych.shared.tools.bench.serve_client import Client
+
+        for url in urls:
+            async with Client(url, **self.settings) as client:
+                await client.connect(self.model)
+
     async def measure_loads(self, url: str, loads: Sequence[Arrivals], progress: bench_run.Progress) -> None:
         from diptych.shared.tools.bench.serve_client import Client
         from diptych.shared.tools.bench.serve_load import LoadResult, run_load
@@ -253,7 +266,8 @@ class ServeBenchmark(Benchmark):
             await client.connect(self.model)
             vocab_size = await client.vocab_size()
             conversations = self.workload.conversations(vocab_size)
-            for conversation in conversations[: self.num_warm_ups]:
+            warm_ups = replace(self.workload, seed=self.workload.seed + WARM_UP_SEED)
+            for conversation in warm_ups.conversations(vocab_size)[: self.num_warm_ups]:
                 async for outcome in client.run(conversation[:2]):
                     if outcome.error is not None:
                         raise ValueError(f"the first request fails: {outcome.error}")
@@ -284,6 +298,8 @@ class ServeBenchmark(Benchmark):
     def notes(self, results: list[LoadResult]) -> Iterator[str]:
         for result in results:
             yield from (f"{result.name}: {error}" for error in result.as_json()["errors"])
+            if result.has_cache and not result.is_flushed:
+                yield f"{result.name}: the server does not flush its prefix cache; these prompts may be in it"
 
     def draw(self, file: Path, results: list[LoadResult]) -> None:
         from diptych.shared.tools.bench.serve_plot import plot_loads, plot_turns
