@@ -21,6 +21,7 @@ from torch import nn
 from diptych.optimized.decoder import DecoderForCausalLM
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows
+from diptych.optimized.kernels.attention.qk_norm_rope_store import MANY_TOKENS
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.interfaces.model_runner import ModelRunner
@@ -72,6 +73,12 @@ def prefill_batches(
         if num_requests <= min(config.max_running_requests, num_tokens) and num_tokens <= most:
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
+    if model.rope.mrope_section and model.linear_attention is None:
+        for num_tokens in {min(n, most, config.context_len) for n in (1, MANY_TOKENS)}:
+            batch = prompts([num_tokens], device)
+            axes, row = batch.positions.expand(3, -1).contiguous(), batch.positions[:1]
+            embeds = torch.zeros(1, 2 * model.hidden_size, device=device)
+            yield replace(batch, rope_positions=axes, embed_rows=row, embeds=embeds)
 
 
 def decode_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:

@@ -29,7 +29,9 @@ class QwenVisionLayer(nn.Module):
         """x [patches, hidden_size], angles float32 [patches, half a head] -> x's shape."""
         qkv = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(1, 2, 0, 3)
-        output = F.scaled_dot_product_attention(rotated(q, angles), rotated(k, angles), v)
+        q, k = rotated(q, angles), rotated(k, angles)
+        # Of tensors with 3 dimensions torch would hold the scores of all pairs of patches.
+        output = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         x = x + self.attn["proj"](output.transpose(0, 1).flatten(1))
         y = F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
         return x + self.mlp["linear_fc2"](y)

@@ -66,16 +66,16 @@ class VisionConfig:
 
 
 def has_tower(folder: Path) -> bool:
-    """Whether a model's config.json names an architecture whose images run."""
+    """Whether images of a model run, by the architecture in its config.json."""
     text = (folder / "config.json").read_text("utf-8")
-    return LLAVA in text or QWEN3_VL in text
+    return LLAVA in text or (QWEN3_VL in text and bool(_preparation_fields(folder).values))
 
 
 def read_vision_config(folder: Path) -> VisionConfig | None:
     """None for a model without images that this engine runs. Raises `ValueError` for a LLaVA with other parts
     than CLIP and a GELU projector, for a Qwen3-VL of another form, or for other steps of preparation."""
     config = _read(folder / "config.json")
-    if config.get("architectures") not in ([LLAVA], [QWEN3_VL]):
+    if config.get("architectures") not in ([LLAVA], [QWEN3_VL]) or not has_tower(folder):
         return None
     fields = Fields(config, "config.json")
     tower = Fields(fields.raw("vision_config", "an object"), "config.json, vision_config")
@@ -136,8 +136,8 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
     _expect(found, do_resize=True, do_rescale=True, do_normalize=True, resample=BICUBIC)
     sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
     _expect(Fields({"patch_size": 14, **found.values}, found.where), **sizes)
-    size = Fields(found.raw("size", "an object", {}), f"{found.where}, size")
     mean, std = _colours(found)
+    min_pixels, max_pixels = _pixel_limits(found)
     return VisionConfig(
         image_token_id=fields.integer("image_token_id", 151_655, minimum=0),
         image_size=patch_size * merge_size,
@@ -153,8 +153,8 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
         image_mean=mean,
         image_std=std,
         dynamic=DynamicResolution(
-            min_pixels=found.integer("min_pixels", size.integer("shortest_edge", 56**2)),
-            max_pixels=found.integer("max_pixels", size.integer("longest_edge", 28**2 * 1280)),
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
             merge_size=merge_size,
             temporal_patch_size=frames,
             grid_size=math.isqrt(num_positions),
@@ -163,6 +163,19 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
             video_token_id=fields.integer("video_token_id", 151_656, minimum=0),
         ),
     )
+
+
+def _pixel_limits(found: Fields) -> tuple[int, int]:
+    """The fewest and the most pixels of an image."""
+    edges = {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}
+    size = Fields(found.raw("size", "an object", edges), f"{found.where}, size")
+    low, high = (
+        found.integer(key) if key in found else size.integer(edge)
+        for key, edge in zip(("min_pixels", "max_pixels"), edges)
+    )
+    if low > high:
+        raise ValueError(f"{found.where}: no image has at least {low} and at most {high} pixels")
+    return low, high
 
 
 def _heads(tower: Fields, key: str, hidden_size: int, num_heads: int) -> tuple[int, int]:
@@ -206,6 +219,11 @@ def _colours(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]]:
         value = found.get(key, CLIP_MEAN)
         if not isinstance(value, (list, tuple)) or [type(each) for each in value] != [float] * 3:
             raise fields.error(key, "three numbers with a decimal point")
+        if not all(map(math.isfinite, value)) or (key == "image_std" and min(value) <= 0):
+            raise fields.error(key, "finite, and a std above 0")
+    scale = found.get("rescale_factor", 1 / 255)
+    if not isinstance(scale, float) or not math.isclose(scale, 1 / 255, rel_tol=1e-6):
+        raise fields.error("rescale_factor", "1 / 255")
     mean, std = (tuple(found.get(k, v)) for k, v in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD)))
     return mean, std
 

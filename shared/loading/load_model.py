@@ -54,6 +54,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     ranks: Collectives | None = None,
+    loads_tower: bool = False,
 ) -> CausalLM:
     """The model of a folder, or this rank's part of it, built from the chosen components. Raises
     `ValueError`, before the model takes memory, for files that do not fit and for weights that are larger
@@ -68,7 +69,7 @@ def load_model(
     local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
     if config.load_format != "dummy" and (ranks is None or ranks.rank == 0):
-        tell_unused(folder, model_config)
+        tell_unused(folder, model_config, loads_tower)
     check_weights(
         model_config.architecture, expected_shapes(local_config), device, dtype, model_config.quantization
     )
@@ -94,13 +95,13 @@ def load_model(
     return model.eval()
 
 
-def tell_unused(folder: Path, model_config: ModelConfig) -> None:
-    """Print a line for tensors of parts that are not the language model's."""
+def tell_unused(folder: Path, model_config: ModelConfig, loads_tower: bool) -> None:
+    """Print a line for tensors of parts that are not loaded. loads_tower: a model's, if it has one."""
     if (folder / GGUF_LINK).is_file():
         return
     names = read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES + INDEX_DTYPES)
     parts = Counter(part for name in names if (part := unused_part(name, model_config)) is not None)
-    if has_tower(folder):
+    if loads_tower and has_tower(folder):
         del parts["images"]
     what = ", ".join(f"{number} for {part}" for part, number in sorted(parts.items()))
     if what:

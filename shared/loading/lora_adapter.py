@@ -15,6 +15,7 @@ import regex
 import torch
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.loading.safetensors_file import read_header
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.types.lora import LoraAdapter, LoraWeights
@@ -104,7 +105,9 @@ def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
     end = time.monotonic() + PATTERN_SECONDS
     try:
         modules = {
-            module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0], end))
+            language_name(module): LoraWeights(
+                found["A"], found["B"], scale_of(config, module, found["A"].shape[0], end)
+            )
             for module, found in sorted(parts.items())
         }
     except TimeoutError:

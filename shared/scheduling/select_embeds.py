@@ -13,10 +13,10 @@ from diptych.shared.types import PromptEmbeds, Req
 
 def embeds_of_step(
     extending: Sequence[Req], start_locs: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Token indices of a batch whose rows are given, [n] int64, and these rows [n, k * hidden_size]. Request
-    i computes its tokens [len(prefix_indices), len(fill_ids)), which begin at start_locs[i] of the batch. At
-    least one request brings rows."""
+    i computes its tokens [len(prefix_indices), len(fill_ids)), which begin at start_locs[i] of the batch.
+    None: there are no rows."""
     # --8<-- [start:embeds-of-step]
     indices, rows = [], []
     for req, start_loc in zip(extending, start_locs):
@@ -28,6 +28,8 @@ def embeds_of_step(
         indices.append(positions[low:high] - first + start_loc)
         rows.append(copy_to_device(req.embeds.rows[low:high], device))
     # --8<-- [end:embeds-of-step]
+    if not any(map(len, rows)):
+        return None, None
     width = max(each.shape[1] for each in rows)
     rows = [F.pad(each, (0, width - each.shape[1])) for each in rows]  # some requests add nothing
     return copy_to_device(torch.cat(indices), device), torch.cat(rows)

@@ -13,7 +13,7 @@ class PromptEmbeds:
     prompt's token ids are placeholders there."""
 
     positions: torch.Tensor  # [n] int64 on the CPU, ascending, below P
-    # [n, k * hidden_size] on any device, in the model's dtype: what goes into layer 0, and, of images of
+    # [n, k * hidden_size] on the CPU, in the model's dtype: what goes into layer 0, and, of images of
     # Qwen3-VL, what is added to the inputs of layers 1 to k - 1
     rows: torch.Tensor
     # [P]: token ids, and at `positions` digests of the content, below 0. Only the prefix cache reads them:

@@ -54,6 +54,9 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Any:
     return Image.fromarray(blots).resize((width, height), Image.Resampling.NEAREST)
 
 
+OTHERS = [picture(3, 24, 24), picture(4, 300, 24), picture(7), picture(8).convert("P")]
+OTHERS[2].putalpha(OTHERS[2].convert("L"))
+OTHERS[3].info["transparency"] = 0
 PICTURES = [picture(0), picture(1), picture(2, 25, 61)]
 PROMPTS = [
     ([5, 6, 7, 8, IMAGE, 9, 10], PICTURES[:1]),
@@ -206,9 +209,9 @@ def test_pixels_are_those_of_transformers(folder: Path) -> None:
     assert config is not None
     assert config.resize_to == 26
     mean, std = (torch.tensor(each)[:, None, None] for each in (config.image_mean, config.image_std))
-    for each in (*PICTURES, picture(3, 24, 24), picture(4, 300, 24), picture(5, 7, 9).convert("L")):
+    for each in (*PICTURES, *OTHERS, picture(5, 7, 9).convert("L")):
         ours = (image_prompts.pixels_of(each, config) / 255 - mean) / std
-        theirs = processor()(images=each.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        theirs = processor()(images=each, return_tensors="pt")["pixel_values"][0]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
@@ -234,7 +237,8 @@ def test_forms_of_an_image(folder: Path, tmp_path: Path) -> None:
         ("data:image/png;base64,A*", "not base64"),
         (str(tmp_path / "none.png"), "the image cannot be read"),
         (bytes(image_prompts.MAX_IMAGE_BYTES + 1), "an image file has at most"),
-        (Image.new("1", (10_000, 10_000)), "at most 50000000 pixels"),
+        (Image.new("1", (10_000, 10_000)), "1 to 50000000 pixels"),
+        (Image.new("1", (0, 0)), "1 to 50000000 pixels .* got 0 x 0"),
         (Image.new("1", (1, 51)), "sides of at most 1:50, got 1 x 51"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -274,6 +278,9 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(ValueError, match=message):
             read_vision_config(tmp_path)
+    assert "speculative=None alone" in image_prompts.why_no_images(
+        llm.config.updated(speculative="ngram"), llm.assembly.model_config, None
+    )
 
 
 def keyed_by_placeholders(kind: bytes, content: bytes) -> int:
@@ -306,8 +313,10 @@ def test_the_tower_runs_once_for_each_image() -> None:
         before = sum(calls)
         assert rows_of(names) == [ord(name) for name in names]
         assert sum(calls) - before == num_new, names
+    known.rows_of([b"e"], [torch.ones(3, 3, 3)], tower)  # more bytes than the table holds
     assert known.num_bytes == 32
-    assert len(calls) == 4
+    assert rows_of("cd") == [99, 100]
+    assert len(calls) == 5
 
 
 def without_the_class_token(tower: VisionTower, images: Any) -> Any:

@@ -16,7 +16,7 @@ from diptych.shared.engine.requests import input_embeds
 from diptych.shared.engine.requests.input_embeds import check_supported, rows_of_bytes
 from diptych.shared.scheduling.select_embeds import embeds_of_step
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
-from diptych.shared.types import SamplingParams
+from diptych.shared.types import PromptEmbeds, Req, SamplingParams
 from tests.models.model_harness import random_hf_model
 from tests.planted import Bug, Bugs
 
@@ -172,6 +172,15 @@ def test_the_prompt_has_no_text(folder: Path, prompts: list[torch.Tensor]) -> No
     for sample in samples:
         pieces = [piece.output_ids for piece in streamed if piece.index == sample.index]
         assert list(chain.from_iterable(pieces)) == sample.output_ids
+
+
+def test_no_rows_of_a_step_whose_rows_are_cached() -> None:
+    given = PromptEmbeds(torch.tensor([1, 2]), torch.ones(2, 4), [5, -1, -2, 6, 7], True)
+    req = Req("a", [5, 0, 0, 6, 7], GREEDY, seed=0, embeds=given)
+    req.fill_ids = list(req.origin_input_ids)
+    for num_cached, is_none in ((2, False), (3, True)):
+        req.prefix_indices = torch.arange(num_cached)
+        assert [each is None for each in embeds_of_step([req], [0], torch.device("cpu"))] == [is_none] * 2
 
 
 def keyed_by_placeholders(rows: torch.Tensor) -> list[int]:

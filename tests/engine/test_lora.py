@@ -238,6 +238,13 @@ def test_the_same_content_is_the_same_adapter(folder: Path) -> None:
     assert read_adapter(folder / "rslora", "x").modules["model.layers.0.self_attn.k_proj"].scale == 2.0
 
 
+def test_names_of_a_multimodal_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "rslora", tmp_path, dirs_exist_ok=True)
+    file, plain = tmp_path / "adapter_model.safetensors", read_adapter(tmp_path, "x")
+    save_file({k.replace(".layers.", ".language_model.layers."): v for k, v in load_file(file).items()}, file)
+    assert read_adapter(tmp_path, "x").content_id == plain.content_id
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from diptych.optimized.graphs.rehearsal import MANY_TOKENS, prefill_batches
 from diptych.reference.modes.qwen_vision import QwenVisionTower, normalized
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.model import RopeConfig
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.image_grid import rope_positions
+from diptych.shared.loading.load_model import tell_unused
 from diptych.shared.types import PromptEmbeds
 from tests.engine.test_images import (
     CHUNKED,
@@ -25,6 +30,7 @@ from tests.engine.test_images import (
     IMAGE,
     NUM_NEW,
     ON_GPU,
+    OTHERS,
     Answer,
     Image,
     answers,
@@ -176,12 +182,40 @@ def test_pixels_are_those_of_transformers(folder: Path) -> None:
     config = read_vision_config(folder)
     assert config is not None
     tower = QwenVisionTower(config, 32)
-    for each in (*PICTURES, picture(3, 24, 24), picture(4, 300, 24), picture(5, 3, 4), picture(6, 20, 28)):
+    for each in (*PICTURES, *OTHERS, picture(5, 3, 4), picture(6, 20, 28)):
         pixels = image_prompts.pixels_of(each, config)
         theirs = PROCESSOR(images=each, return_tensors="pt")
         assert [side // 4 for side in pixels.shape[1:]] == theirs["image_grid_thw"][0, 1:].tolist()
         ours = tower._patches(normalized(pixels, config))
         torch.testing.assert_close(ours, theirs["pixel_values"], rtol=0, atol=1e-5)
+
+
+def test_attention_never_holds_all_scores(folder: Path) -> None:
+    config = read_vision_config(folder)
+    assert config is not None
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        QwenVisionTower(config, 32)([torch.zeros(3, 16, 24, dtype=torch.uint8)])
+
+
+def test_without_preparation_text_alone_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    llm = engine(tmp_path)
+    assert len(llm.generate([5, 6], GREEDY, progress=False).output_ids) == NUM_NEW
+    with pytest.raises(ValueError, match="takes no images: they need weights and preprocessor_config"):
+        llm.generate([5, IMAGE], images=PICTURES[:1])
+    assert " for images\n" in capsys.readouterr().err
+    for loads_tower in (False, True):
+        tell_unused(folder, llm.assembly.model_config, loads_tower)
+        assert (" for images\n" in capsys.readouterr().err) == (not loads_tower)
+
+
+def test_three_positions_are_rehearsed(folder: Path) -> None:
+    config, model = EngineConfig(context_len=1024), read_config(folder)
+    batches = prefill_batches(config, model, 64, torch.device("cpu"))
+    assert {each.num_tokens for each in batches if each.model_positions.dim() == 2} == {1, MANY_TOKENS}
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -207,6 +241,16 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             engine(tmp_path)
+    for prepares, message in (
+        ({"size": {"height": 2}}, "size: shortest_edge is missing"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 8}}, "at least 9 and at most 8 pixels"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "must be finite, and a std above 0"),
+        ({"image_mean": [0.5, 0.5, math.nan]}, "must be finite"),
+        ({"rescale_factor": 0.5}, "it must be 1 / 255"),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(json.loads(prepared) | prepares))
+        with pytest.raises(ValueError, match=message):
+            read_vision_config(tmp_path)
 
 
 def without_delta(*args: Any) -> PromptEmbeds:

@@ -21,6 +21,7 @@ from diptych.shared.engine.build.plan import Plan, make_plan
 from diptych.shared.engine.build.pools import make_pools
 from diptych.shared.engine.compilations import Compilations
 from diptych.shared.engine.compilations import watch as watch_compilers
+from diptych.shared.engine.requests.images import takes_images
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
 from diptych.shared.grammar.compiler import GrammarCompiler
 from diptych.shared.interfaces import (
@@ -106,8 +107,9 @@ def assemble(
     free_before = free_gpu_memory(plan.device)
     with must_fit(plan.config.model):
         model = load_model(
-            plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks
-        )
+            plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks,
+            takes_images(plan.config),
+        )  # fmt: skip
         extras = features.beside_model(model)
         choose_threads(model, plan.config)
         phases.end("weights")

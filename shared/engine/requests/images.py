@@ -51,6 +51,18 @@ def takes_images(config: EngineConfig) -> bool:
     return False
 
 
+def why_no_images(engine_config: EngineConfig, model_config: ModelConfig, vision: Any) -> str:
+    """The reason why an engine takes no images; "": it takes them."""
+    try:
+        check_supported("images", engine_config)
+    except ValueError as error:
+        return str(error)
+    if vision is not None:
+        return ""
+    needs = "weights and preprocessor_config.json of a LLaVA or Qwen3-VL"
+    return f"{model_config.architecture} takes no images: they need {needs}"
+
+
 def images_prompt(
     prompt_ids: list[int],
     images: Sequence[Any],
@@ -60,9 +72,8 @@ def images_prompt(
 ) -> tuple[list[int], PromptEmbeds]:
     """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` if
     the engine takes no images, for a wrong number of placeholders, and for an invalid image."""
-    check_supported("images", engine_config)
-    if vision is None:
-        raise ValueError(f"{model_config.architecture} takes no images: it has no vision tower")
+    if why := why_no_images(engine_config, model_config, vision):
+        raise ValueError(why)
     if len(images) > MAX_IMAGES:
         raise ValueError(f"a prompt has at most {MAX_IMAGES} images, got {len(images)}")
     config: VisionConfig = vision.config
@@ -114,7 +125,7 @@ def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], vision: 
     rows_of_images = [(d, row) for d, grid in zip(digests, grids) for row in range(math.prod(grid))]
     for position, (digest, row) in zip(positions.tolist(), rows_of_images):
         key_ids[position] = digest_key(b"image", digest + row.to_bytes(4, "little"))
-    rows = torch.cat(vision.known.rows_of(digests, images, vision))
+    rows = torch.cat(vision.known.rows_of(digests, images, vision)).cpu()  # requests may wait long
     if config.dynamic is None:
         return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
     places = rope_positions(positions.tolist(), grids, len(prompt_ids))
@@ -165,13 +176,17 @@ def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
             f"an image is a Pillow image, bytes, a path or a data URL, got {type(image).__name__}"
         )
     short, long = sorted(image.size)
-    if short * long > MAX_PIXELS or long > short * MAX_ASPECT_RATIO:
+    if short < 1 or short * long > MAX_PIXELS or long > short * MAX_ASPECT_RATIO:
         raise ValueError(
-            f"an image has at most {MAX_PIXELS} pixels and sides of at most 1:{MAX_ASPECT_RATIO}, got "
+            f"an image has 1 to {MAX_PIXELS} pixels and sides of at most 1:{MAX_ASPECT_RATIO}, got "
             f"{image.width} x {image.height}"
         )
     try:
-        image = ImageOps.exif_transpose(image).convert("RGB")
+        image = ImageOps.exif_transpose(image)
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"the image is damaged: {error}") from None
     if config.dynamic is None:

@@ -41,6 +41,8 @@ class TowerRows:
     # --8<-- [end:tower-rows]
 
     def _keep(self, digest: bytes, rows: torch.Tensor) -> None:
+        if rows.nbytes > self.max_bytes:
+            return  # all others would go
         if digest not in self._rows:
             rows = rows.clone()  # else it would keep the rows of all images of the call
             self._rows[digest] = rows

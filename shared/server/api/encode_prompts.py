@@ -151,9 +151,7 @@ class Prompts:
 
     def _need_vision(self) -> VisionConfig:
         if self.ready.vision is None:
-            raise bad_request(
-                "this server takes no images: they need a LLaVA or Qwen3-VL model on one rank", "messages"
-            )
+            raise bad_request(self.ready.no_images, "messages")
         return self.ready.vision
 
     async def _run(self, field: str, function: Any, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from diptych.shared.engine.processes.split_engine import split_scheduler
 from diptych.shared.engine.python_runtime import gc_freeze_of_process
 from diptych.shared.engine.requests.diffusion import accept_diffusion
 from diptych.shared.engine.requests.embedding import check_pooling
-from diptych.shared.engine.requests.images import received_images
+from diptych.shared.engine.requests.images import received_images, why_no_images
 from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from diptych.shared.engine.weight_updates import WeightUpdates
@@ -386,6 +386,7 @@ class EngineLoop:
             eos_token_ids=sorted(self.assembly.eos_token_ids),
             num_labels=assembly.model_config.num_labels,
             vision=assembly.vision.config if assembly.vision is not None else None,
+            no_images=why_no_images(assembly.config, assembly.model_config, assembly.vision),
             description={**assembly.selection, **assembly.memory.rows()},
             prefill_port=getattr(self.scheduler, "port", None),
             startup_seconds={"imports": self.import_seconds, **assembly.seconds},

@@ -98,10 +98,11 @@ class Ready(Message):
     max_queued_requests: int | None  # None: any number
     eos_token_ids: list[int]
     num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
-    vision: VisionConfig | None  # None: the engine takes no images
+    vision: VisionConfig | None  # None: the engine takes no images, because of `no_images`
     description: dict[str, str]  # component -> implementation, memory
     prefill_port: int | None  # of a prefill server, for decode servers
     startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
+    no_images: str = ""
 
 
 class Finish(msgspec.Struct, kw_only=True):
