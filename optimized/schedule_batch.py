@@ -103,9 +103,9 @@ def make_forward_batch(
         ],
         device,
     )
-    embed_rows, embeds = None, None
-    if any(req.embeds is not None for req in extending):
-        embed_rows, embeds = embeds_of_step(extending, start_locs, device)
+    has_embeds = any(req.embeds is not None for req in batch.reqs)
+    embed_rows, embeds = embeds_of_step(extending, start_locs, device) if has_embeds else (None, None)
+    places = rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device) if has_embeds else None
     before = starts - (lens - extend_lens)  # row of the batch minus position
     num_tokens = len(input_ids)
     shifts = before.repeat_interleave(extend_lens, output_size=num_tokens)
@@ -128,7 +128,7 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
-        rope_positions=rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device),
+        rope_positions=places,
         custom_mask=_custom_mask(batch, seq_lens, extend_seq_lens, device),
     )
 

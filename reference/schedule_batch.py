@@ -87,9 +87,9 @@ def make_forward_batch(
     rows, ids = list[int](), list[int]()
     if any(req.next_input_logprob is not None for req in extending):
         rows, ids = input_logprob_rows(extending, start_locs)
-    embed_rows, embeds = None, None
-    if any(req.embeds is not None for req in extending):
-        embed_rows, embeds = embeds_of_step(extending, start_locs, device)
+    has_embeds = any(req.embeds is not None for req in batch.reqs)
+    embed_rows, embeds = embeds_of_step(extending, start_locs, device) if has_embeds else (None, None)
+    places = rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device) if has_embeds else None
     custom_mask = None
     if any(req.diffusion is not None for req in extending):
         custom_mask = visible_in_blocks(batch.reqs, seq_lens, extend_seq_lens, device)
@@ -111,7 +111,7 @@ def make_forward_batch(
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
-        rope_positions=rope_positions_of_step(batch.reqs, seq_lens, extend_seq_lens, device),
+        rope_positions=places,
         custom_mask=custom_mask,
     )
 

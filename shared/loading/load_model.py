@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 from diptych.shared import registry
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig, read_draft_config
 from diptych.shared.config.speculation_flags import check_windows
-from diptych.shared.config.vision_config import has_tower
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
     draft_shapes,
@@ -74,7 +73,7 @@ def load_model(
         model_config.architecture, expected_shapes(local_config), device, dtype, model_config.quantization
     )
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
-    tp = tp_of(ranks, config)
+    tp = tp_of(ranks, config) if ranks is not None else None
     # With quantized layers the model takes no memory before they are in place.
     where = device if model_config.quantization is None else "meta"
     model = build_model(model_class, local_config, component, where, dtype, tp)
@@ -96,12 +95,12 @@ def load_model(
 
 
 def tell_unused(folder: Path, model_config: ModelConfig, loads_tower: bool) -> None:
-    """Print a line for tensors of parts that are not loaded. loads_tower: a model's, if it has one."""
+    """Print a line for tensors of parts that are not loaded. loads_tower: the model's part for images is."""
     if (folder / GGUF_LINK).is_file():
         return
     names = read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES + INDEX_DTYPES)
     parts = Counter(part for name in names if (part := unused_part(name, model_config)) is not None)
-    if loads_tower and has_tower(folder):
+    if loads_tower:
         del parts["images"]
     what = ", ".join(f"{number} for {part}" for part, number in sorted(parts.items()))
     if what:

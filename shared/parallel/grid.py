@@ -42,9 +42,9 @@ def groups_of(ranks: Collectives) -> tuple[Collectives, ...]:
     return (ranks, *(ranks.grid or ()))
 
 
-def tp_of(ranks: Collectives | None, config: EngineConfig) -> Collectives | None:
+def tp_of(ranks: Collectives, config: EngineConfig) -> Collectives | None:
     """The group of this rank whose ranks have parts of the same layers; None: it has whole layers."""
-    if ranks is None or config.dp_attention or config.tp == 1:
+    if config.dp_attention or config.tp == 1:
         return None
     return ranks.grid.tp if ranks.grid else ranks
 

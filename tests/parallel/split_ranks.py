@@ -57,7 +57,7 @@ class Server:
             follower.start()
         if size > 1:
             children: Any = [
-                SimpleNamespace(name=f"rank {rank}", call=calls.put, pipe=own, **ENDED)
+                SimpleNamespace(name=f"rank {rank}", call=calls.put, pipe=own, process=None, **ENDED)
                 for rank, (calls, (own, _)) in enumerate(zip(self.calls, self._pipes), 1)
             ]
             lead = LeadScheduler(first.scheduler, first.grammars, children, self.clocks[0], first.tp)

@@ -63,7 +63,7 @@ def check(server: RunningServer, path: str, body: dict[str, Any], param: str | N
         (MESSAGES, user([{**PART, "foo": 1}]), "messages.1.content.0.foo", "unknown field"),
         (MESSAGES, user([{"type": "text", "text": 1}]), "messages.1.content.0.text", "valid string"),
         (MESSAGES, user([{"type": "text"}]), "messages.1.content.0.text", "Field required"),
-        (MESSAGES, user([{"type": "image"}]), "messages.1.content.0", "type 'image' is none of"),
+        (MESSAGES, user([{"type": "image"}]), "messages.1.content.0.source", "Field required"),
         (NATIVE, {"sampling_params": {"foo": 1}}, "sampling_params.foo", "unknown field"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config.vision_config import has_tower
 from diptych.shared.engine.build.cpu_threads import choose_threads
 from diptych.shared.engine.build.features import Extras, Features, Pools
 from diptych.shared.engine.build.plan import Plan, make_plan
@@ -102,13 +103,13 @@ def assemble(
         torch.cuda.set_device(plan.device)  # kernels run on the thread's current device
     features = Features(plan)
     phases.end("tokenizer")
-    for group, device in plan.groups:  # its first collective may take memory
+    for group, device in () if plan.ranks is None else plan.groups(plan.ranks):  # a first sum takes memory
         warm_up(group, device, moves_experts=plan.config.ep > 1 or plan.config.dp_attention)
     free_before = free_gpu_memory(plan.device)
     with must_fit(plan.config.model):
         model = load_model(
             plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.dtype, plan.ranks,
-            takes_images(plan.config),
+            has_tower(plan.folder) and takes_images(plan.config),
         )  # fmt: skip
         extras = features.beside_model(model)
         choose_threads(model, plan.config)

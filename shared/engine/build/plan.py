@@ -44,14 +44,13 @@ class Plan:
     ranks: Collectives | None  # all ranks of the model; None: this one works alone
     tp: Collectives | None  # those of which each has a part of the layers that this rank has
 
-    @property
-    def groups(self) -> list[tuple[Collectives, torch.device]]:
+    def groups(self, ranks: Collectives) -> list[tuple[Collectives, torch.device]]:
         """The groups, and the device whose memory each sends: all ranks of a pipeline send that of the
         CPU."""
-        if self.ranks is None or self.config.pp == 1:
-            return [] if self.ranks is None else [(self.ranks, self.device)]
+        if self.config.pp == 1:
+            return [(ranks, self.device)]
         of_stage = [] if self.tp is None else [(self.tp, self.device)]
-        return [(self.ranks, torch.device("cpu")), *of_stage]
+        return [(ranks, torch.device("cpu")), *of_stage]
 
     @cached_property
     def local_config(self) -> ModelConfig:
@@ -105,7 +104,8 @@ def make_plan(
         eos_token_ids |= tokenizer.eos_token_ids
     return Plan(
         config, folder, model_config, selection, given, tokenizer, device, dtype, kv_dtype, kv_scales,
-        num_token_ids, eos_token_ids, ranks, tp_of(ranks, config),
+        num_token_ids, eos_token_ids, ranks,
+        None if ranks is None else tp_of(ranks, config),
     )  # fmt: skip
 
 
