@@ -108,7 +108,7 @@ PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": PNG}]}]},
             "BadRequestError",
-            "this server takes no images",
+            "Qwen3ForCausalLM takes no images",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "BadRequestError", "tools"),
     ],
