@@ -79,7 +79,7 @@ def size_pools(plan: Plan, model: CausalLM, extras: Extras, free_before: int) ->
 
 
 MAX_DIFFERENCE = 2 * 2**30
-"""Of the free memory of two ranks. Without max_total_tokens the rank with the least bounds the pool of all."""
+"""Of the free memory of two ranks. Without max_total_tokens the least bounds the pool of all."""
 
 
 def check_equal_memory(free: Sequence[int]) -> None:
