@@ -20,7 +20,7 @@ from diptych.optimized.kernels.moe.moe_mxfp4_gemv import MAX_TOKENS, mxfp4_gemv_
 from diptych.optimized.kernels.moe.moe_quantized_gemm import (
     ExpertWeights,
     quantized_down_gemm,
-    quantized_tile,
+    quantized_tiles,
     quantized_up_gemm,
 )
 from diptych.shared.interfaces.collectives import Collectives
@@ -49,11 +49,11 @@ class QuantizedExperts(Interface):
         if self._uses_gemv(len(x)):
             return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
         num_pairs = FIXED_PAIRS * len(self.w13) if self.is_deterministic else ids.numel()
-        tile = quantized_tile(num_pairs, len(self.w13))
-        blocks = align(ids, len(self.w13), tile.block_m)
+        up_tile, down_tile = quantized_tiles(self.scheme, num_pairs, len(self.w13))
+        blocks = align(ids, len(self.w13), up_tile.block_m)
         x_q, top_k = self._input(x), ids.shape[1]
-        act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, tile, self.swiglu_limit)
-        pairs = quantized_down_gemm(self._input(act, self.tp), w2, self.scheme, blocks, weights, tile)
+        act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, up_tile, self.swiglu_limit)
+        pairs = quantized_down_gemm(self._input(act, self.tp), w2, self.scheme, blocks, weights, down_tile)
         return combine(pairs, ids)
         # --8<-- [end:run-quantized-experts]
 

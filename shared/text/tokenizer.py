@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diptych.shared.text.inert import BREAKER, Inert
+from diptych.shared.text.segments import Segments, cut_tokens
 
 TEMPLATE_DATA = ("documents",)
 """Parameters of `apply_chat_template` that are no options of it, but data for the template."""
@@ -139,8 +140,16 @@ class Tokenizer:
                 plain, tools=plain_tools, **{**template_args, "add_generation_prompt": False}
             )
             ending = text[_num_equal(text, without) :]
-        pieces = text.split(BREAKER)
-        return Conversation([i for piece in pieces for i in self.encode(piece, False)], ending)
+        ids = self._segments.ids if self._segments is not None else self._encode_plain
+        return Conversation([i for piece in text.split(BREAKER) for i in ids(piece)], ending)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(text, False)
+
+    @cached_property
+    def _segments(self) -> Segments | None:
+        added = cut_tokens(self.hf_tokenizer)
+        return None if added is None else Segments(self._encode_plain, added)
 
     @cached_property
     def inert(self) -> Inert:

@@ -1,9 +1,14 @@
-"""Weights of 8 and 4 bits in registers, made floating-point numbers: e4m3, and the nibbles of bytes."""
+"""Weights of 8 and 4 bits in registers, made floating-point numbers: e4m3, and the nibbles of bytes, which
+are integers or MXFP4."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from diptych.optimized.kernels.portable import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 # Four bytes to four pairs of 128 + nibble: the low nibbles of bytes 0 and 1, of 2 and 3, and the high ones.
 _UNPACK = tl.constexpr("""{
@@ -25,6 +30,37 @@ _SUBTRACT = tl.constexpr("""
     fma.rn.bf16x2 $2, $2, one, offset;
     fma.rn.bf16x2 $3, $3, one, offset;
 """)
+
+# A code's sign becomes that of a bfloat16, its other bits the last of the exponent and the first of the
+# mantissa: 2 ** -126 of its value. Of two codes at once: the low ones of bytes 0 and 1, of 2 and 3, and the
+# high ones.
+_MXFP4 = tl.constexpr("""{
+    .reg .b32 even, odd, zero, factor;
+    mov.b32 zero, 0x80008000;
+    mov.b32 factor, 0x7E807E80;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    and.b32 $0, even, 0x000F000F;
+    and.b32 $1, odd, 0x000F000F;
+    and.b32 $2, even, 0x00F000F0;
+    and.b32 $3, odd, 0x00F000F0;
+    mul.lo.u32 $0, $0, 0x1040;
+    mul.lo.u32 $1, $1, 0x1040;
+    mul.lo.u32 $2, $2, 0x104;
+    mul.lo.u32 $3, $3, 0x104;
+    and.b32 $0, $0, 0x81C081C0;
+    and.b32 $1, $1, 0x81C081C0;
+    and.b32 $2, $2, 0x81C081C0;
+    and.b32 $3, $3, 0x81C081C0;
+    fma.rn.bf16x2 $0, $0, factor, zero;
+    fma.rn.bf16x2 $1, $1, factor, zero;
+    fma.rn.bf16x2 $2, $2, factor, zero;
+    fma.rn.bf16x2 $3, $3, factor, zero;
+    fma.rn.bf16x2 $0, $0, $5, zero;
+    fma.rn.bf16x2 $1, $1, $6, zero;
+    fma.rn.bf16x2 $2, $2, $5, zero;
+    fma.rn.bf16x2 $3, $3, $6, zero;
+}""")
 
 
 @triton.jit
@@ -60,3 +96,34 @@ def from_nibbles(tile, zero, HAS_ZERO: tl.constexpr, dtype: tl.constexpr):
             _UNPACK + _SUBTRACT + "}", "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=4,
         )  # fmt: skip
+
+
+@triton.jit
+def mxfp4_scales(exponents, dtype: tl.constexpr):
+    """uint8 -> 2 ** (exponent - 127), in bfloat16 or float32. That of 0 has no exponent of its own."""
+    if dtype == tl.bfloat16:
+        bits = tl.where(exponents == 0, 0x40, exponents.to(tl.int16) << 7)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        bits = tl.where(exponents == 0, 0x00400000, exponents.to(tl.int32) << 23)
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_mxfp4(tile, scales, dtype: tl.constexpr):
+    """uint8 codes, `mxfp4_scales` of each -> (what the low halves stand for, what the high ones stand for) in
+    `dtype`, exactly."""
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _MXFP4, "=&r,=&r,=&r,=&r,r,r,r", [tile, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    else:
+        return _mxfp4_values(tile & 15, scales), _mxfp4_values(tile >> 4, scales)
+
+
+@triton.jit
+def _mxfp4_values(codes, scales):
+    """As `from_mxfp4`, in float32: the bits of a code are those of 2 ** -126 of its value."""
+    codes = codes.to(tl.int32)
+    return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126 * scales

@@ -8,7 +8,8 @@ Shape: as moe_gemm.py: a CTA is one block of pairs of one expert by some columns
 columns together. Weights are the side of the tensor cores that has many rows. Two values of a byte belong to
 inputs half a unit apart, so low and high halves are two matrices that are multiplied by two pieces of x, and
 nothing is interleaved. The scales of groups are applied to the sum of a group, in float32; those of MXFP4,
-powers of two, to the weights, which stays exact. A pair's sum has one order, whatever the batch.
+powers of two, to the weights, which stays exact; they are asked for one step ahead, for loads of so few bytes
+are not pipelined. A pair's sum has one order, whatever the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, has_fp8
-from diptych.optimized.kernels.linear.quantized_values import widened_e4m3
+from diptych.optimized.kernels.linear.quantized_values import (
+    from_mxfp4,
+    from_nibbles,
+    mxfp4_scales,
+    widened_e4m3,
+)
 from diptych.optimized.kernels.moe.moe_act import gated
 from diptych.optimized.kernels.moe.moe_align import Blocks
 from diptych.optimized.kernels.portable import INTERPRETED, pdl_options, rounded
@@ -46,23 +52,24 @@ class ExpertWeights(NamedTuple):
     bias: torch.Tensor | None
 
 
-def quantized_tile(num_pairs: int, num_experts: int) -> QuantizedTile:
-    """Choose a tile with as many pairs a block as an expert has on average. Not measured."""
+def quantized_tiles(
+    scheme: QuantScheme, num_pairs: int, num_experts: int
+) -> tuple[QuantizedTile, QuantizedTile]:
+    """Choose the tiles of both GEMMs, with as many pairs a block as an expert has on average. Measured for
+    MXFP4 and up to 32 pairs."""
     average = triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))
     block_m = min(max(average, 16), 64)
     if INTERPRETED:  # a CTA costs time, and a row does not
-        return QuantizedTile(block_m, 128, 4, 1)
-    return QuantizedTile(block_m, 32 if block_m == 64 else 64, 4, 3)
-
-
-@triton.jit
-def mxfp4_values(codes, exponents, dtype: tl.constexpr):
-    """What codes 0 to 15 stand for, times 2 ** (exponent - 127). A code's exponent and mantissa bit are those
-    of a float32 that is 2 ** -126 of it."""
-    codes = codes.to(tl.int32)
-    value = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
-    bits = tl.where(exponents == 0, 0x00400000, exponents.to(tl.int32) << 23)
-    return (value * bits.to(tl.float32, bitcast=True)).to(dtype)
+        tile = QuantizedTile(block_m, 128, 4, 1)
+    elif block_m == 64:
+        tile = QuantizedTile(block_m, 32, 4, 3)
+    elif scheme.weight_type != "mxfp4":
+        tile = QuantizedTile(block_m, 64, 4, 3)
+    elif block_m == 16:  # a warp for 32 rows: what it makes of the codes serves every pair
+        return QuantizedTile(block_m, 32, 2, 3), QuantizedTile(block_m, 64, 2, 3)
+    else:
+        return QuantizedTile(block_m, 64, 4, 3), QuantizedTile(block_m, 64, 2, 3)
+    return tile, tile
 
 
 @triton.jit
@@ -106,34 +113,35 @@ def _quantized_experts_kernel(
     w_rows, w_scales = w_ptr + w_row[:, None] * ROW_BYTES, w_scale_ptr + w_row * NUM_GROUPS
 
     y = tl.zeros([PARTS * BLOCK_N, BLOCK_M], tl.int32 if IS_INT8 and not IN_LOOP else tl.float32)
+    if WEIGHT == "mxfp4":
+        units = tl.arange(0, STEP // (UNIT // 2))  # of a step; a unit has one scale
+        next_scales = w_scale_ptr + w_row[:, None] * NUM_GROUPS + units[None, :]
+        of_units = is_row[:, None] & (units < NUM_GROUPS)[None, :]
+        exponents = tl.load(next_scales, mask=of_units, other=0)
     for k in range(0, ROW_BYTES, STEP):
         offs = k + tl.arange(0, STEP)
         in_row = offs < ROW_BYTES
-        if WEIGHT == "mxfp4":  # [columns, units, bytes]: a unit has one scale
-            units = k // (UNIT // 2) + tl.arange(0, STEP // (UNIT // 2))
-            of_units = (is_row[:, None] & (units < NUM_GROUPS)[None, :])[:, :, None]
-            of_bytes = units[:, None] * (UNIT // 2) + tl.arange(0, UNIT // 2)[None, :]
-            tile = tl.load(w_rows[:, :, None] + of_bytes[None, :, :], mask=of_units, other=0)
-            scales = w_scales[:, None, None] + units[None, :, None]
-            exponents = tl.load(scales, mask=of_units, other=0)
-        else:
-            tile = tl.load(w_rows + offs[None, :], mask=is_row[:, None] & in_row[None, :], other=0)
+        tile = tl.load(w_rows + offs[None, :], mask=is_row[:, None] & in_row[None, :], other=0)
         if WEIGHT == "int4" or WEIGHT == "mxfp4":
             unit = offs // (UNIT // 2)
             cols = unit * UNIT + offs % (UNIT // 2)
             low = _x_tile(x_rows, is_pair, cols, in_row).to(x_type)
             high = _x_tile(x_rows, is_pair, cols + UNIT // 2, in_row).to(x_type)
             if WEIGHT == "mxfp4":
-                w_low = mxfp4_values(tile & 15, exponents, x_type).reshape(PARTS * BLOCK_N, STEP)
-                w_high = mxfp4_values(tile >> 4, exponents, x_type).reshape(PARTS * BLOCK_N, STEP)
+                scales = mxfp4_scales(exponents, x_type)
+                next_unit = (k + STEP) // (UNIT // 2)
+                of_units = is_row[:, None] & (next_unit + units < NUM_GROUPS)[None, :]
+                exponents = tl.load(next_scales + next_unit, mask=of_units, other=0)
+                shape: tl.constexpr = (PARTS * BLOCK_N, STEP // (UNIT // 2), UNIT // 2)
+                scales = tl.broadcast_to(scales[:, :, None], shape).reshape(PARTS * BLOCK_N, STEP)
+                w_low, w_high = from_mxfp4(tile, scales, x_type)
             else:
                 group = k // (UNIT // 2)  # of the whole step
                 zero = tl.full([PARTS * BLOCK_N], _ZERO, tl.float32)
                 if HAS_ZERO:
                     zeros = w_zero_ptr + w_row * NUM_GROUPS + group
                     zero = tl.load(zeros, mask=is_row, other=0).to(tl.float32)
-                w_low = ((tile & 15).to(tl.float32) - zero[:, None]).to(x_type)
-                w_high = ((tile >> 4).to(tl.float32) - zero[:, None]).to(x_type)
+                w_low, w_high = from_nibbles(tile, zero[:, None], HAS_ZERO, x_type)
             part = tl.dot(w_low, low.T, input_precision="ieee")
             part = tl.dot(w_high, high.T, part, input_precision="ieee")
         else:
