@@ -45,8 +45,8 @@ class Scheduler(interface.Scheduler):
     def add_request(self, req: Req) -> None:
         self.requests.add(req)
 
-    def add_computed(self, req: Req, first: StepOutput) -> None:
-        self.requests.add_computed(req, first)
+    def add_computed(self, req: Req, first: StepOutput, draft_state: bytes = b"") -> None:
+        self.requests.add_computed(req, first, draft_state)
 
     def abort(self, rid: str) -> bool:
         return self.requests.abort(rid)

@@ -69,6 +69,13 @@ class EagleDrafter(BaseEagleDrafter):
                 return tree
         return self._draft(batch, shape)
 
+    def last_row(self, req: Req) -> LastRow:
+        return LastRow(*(rows[req.req_pool_idx] for rows in self.last_rows))
+
+    def set_last_row(self, req: Req, rows: torch.Tensor) -> None:
+        for kept, row in zip(self.last_rows, rows):
+            kept[req.req_pool_idx] = row
+
     def forget(self, req: Req) -> None:
         """Nothing to free: a row is overwritten by its next owner."""
 

@@ -203,10 +203,13 @@ class SpeculativeDecoding(PlainDecoding):
             result.logprobs[row] = all_logprobs[row * width : row * width + num_kept]
         return result
 
-    def has_come(self, req: Req, first_token: int) -> None:
-        chunks = [*computed_chunks(req, self.parts)]
-        learning = self.pipeline.streams.launch(lambda: learn_prompt(req, first_token, chunks, self.drafter))
-        learning.wait()  # for what it reads is kept until then, and prompts are rare
+    def has_come(self, req: Req, first_token: int, draft_state: bytes) -> None:
+        if self.drafter.kv_pool is not None:
+            learn = partial(self.drafter.restore, req, draft_state)
+        else:
+            chunks = [*computed_chunks(req, self.parts)]
+            learn = partial(learn_prompt, req, first_token, chunks, self.drafter)
+        self.pipeline.streams.launch(learn).wait()  # what it reads is kept until then, and prompts are rare
 
     def has_left(self, req: Req) -> None:
         super().has_left(req)

@@ -101,7 +101,7 @@ class PrefillSide:
             if self.transport.poll(start.room) != "open":  # aborted
                 del self.prefill[rid]
                 self.scheduler.abort(rid)
-                self.allocator.free(self.last_pages.take(rid))
+                self.allocator.free(self.last_pages.take(rid).slots)
 
     def send(self, outputs: Sequence[StepOutput]) -> None:
         """After a step: send what is computed, and unlock what has arrived."""
@@ -137,8 +137,8 @@ class PrefillSide:
         page_size, ids, extra_key = (
             self.allocator.page_size, start.request.input_ids, start.request.extra_key
         )  # fmt: skip
-        last_page = self.last_pages.take(output.rid)
-        match = self.tree.match_prefix(RadixKey(ids, extra_key))
+        last_page, draft_state = self.last_pages.take(output.rid)
+        match = self.tree.match_prefix(RadixKey(ids, extra_key, self.tree.is_bigram))
         slots = torch.cat([match.device_indices, last_page])
         pages = (slots[::page_size] // page_size).tolist()[start.first_page :]
         if len(slots) != len(ids) or len(pages) != len(start.target_pages):
@@ -148,7 +148,7 @@ class PrefillSide:
         self.tree.inc_lock_ref(match.last_node)
         self.in_flight[start.room] = Sent(match.last_node, last_page)
         output.finished_reason = None  # whether it ends the request is known where all its limits are
-        self.transport.post(encode(Computed(start.room, output)))
+        self.transport.post(encode(Computed(start.room, output, draft_state)))
         self.transport.send(start.room, pages, start.target_pages)
 
     def _fail(self, room: str, reason: FinishReason) -> None:
@@ -198,6 +198,7 @@ class Transfer:
     slots: torch.Tensor
     since: float
     first: StepOutput | None = None
+    draft_state: bytes = b""
     reason: str = "the prefill engine has ended"
     status: int = 503
     is_wanted: bool = True  # False: its request was aborted
@@ -285,7 +286,7 @@ class DecodeSide(Scheduler):
         if isinstance(message, Failed):
             transfer.reason, transfer.status = message.reason, message.status
         elif isinstance(message, Computed):
-            transfer.first = message.first
+            transfer.first, transfer.draft_state = message.first, message.draft_state
 
     def _allocate(self, req: Req) -> bool:
         """Open a room for the prompt, or schedule it if it is cached. False: there is no memory, or an engine
@@ -300,7 +301,8 @@ class DecodeSide(Scheduler):
         self._num_rooms += 1
         room = f"{self._num_rooms} {req.rid}"
         num_tokens = round_down_to_page(len(prompt) - 1, page_size)
-        prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
+        key = RadixKey(prompt[: num_tokens + tree.is_bigram], req.extra_key, tree.is_bigram)
+        prefix, node = tree.match_prefix(key)
         if len(prefix) == num_tokens:  # all but the last page, which is computed here
             self.reserved[room] = needed
             self._schedule(req, room)
@@ -335,7 +337,7 @@ class DecodeSide(Scheduler):
             req.last_node, req.cache_protected_len = transfer.locked, len(transfer.prefix)
             self.moved.discard(req.rid)
             self.scheduled[req.rid] = room
-            self.scheduler.add_computed(req, first)
+            self.scheduler.add_computed(req, first, transfer.draft_state)
             return
         self.parts.tree_cache.dec_lock_ref(transfer.locked)
         self.parts.allocator.free(transfer.slots)

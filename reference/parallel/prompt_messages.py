@@ -24,10 +24,12 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Computed(msgspec.Struct, tag=True):
-    """A message, ahead of the pages: the output of the request's first step."""
+    """A message, ahead of the pages: the output of the request's first step, and what the drafter keeps of
+    the request beside its KV."""
 
     room: str
     first: StepOutput
+    draft_state: bytes = b""
 
 
 class Failed(msgspec.Struct, tag=True):

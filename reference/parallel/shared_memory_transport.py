@@ -79,17 +79,16 @@ class SharedMemoryTransport(Transport):
         if frame.kind == "memory":
             shared: SharedPool = _decode(payload)
             storages = [self._map(memory) for memory in shared.memories]
-            likes = self._layout * self.kv_pool.num_layers
+            likes = [pages for layer in self._layout for pages in layer]
             if len(shared.places) != len(likes):
                 raise Refused(f"{len(shared.places)} buffers for {self.kv_pool.num_layers} layers")
-            mapped = [_pages_in(storages, place, like) for place, like in zip(shared.places, likes)]
-            num = len(self._layout)
-            self._other = [mapped[i : i + num] for i in range(0, len(mapped), num)]
+            mapped = iter([_pages_in(storages, place, like) for place, like in zip(shared.places, likes)])
+            self._other = [[next(mapped) for _ in layer] for layer in self._layout]
         super()._apply(frame, payload)
 
     def _map(self, memory: Memory) -> Any:
         """The storage that the other end shares. Raises `Refused` for anything else."""
-        if (memory.of_gpu is not None) != self._layout[0].is_cuda:
+        if (memory.of_gpu is not None) != self._layout[0][0].is_cuda:
             raise Refused("memory of another type of device")
         if memory.of_gpu is not None:
             torch.cuda.init()

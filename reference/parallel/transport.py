@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from diptych.shared.interfaces import transport as interface
 from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.interfaces.transport import TransferStatus
 from diptych.shared.parallel.channel import Channel, Refused, decoder
+from diptych.shared.parallel.sent_pool import SentPool
 
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -169,9 +171,10 @@ class Transport(interface.Transport):
 
     def _greet(self) -> None:
         pool = self.kv_pool
-        self._layout = self._page_layout()
-        shapes = [tuple(pages.shape[1:]) for pages in self._layout]
-        own = Frame("hello", layout=f"{pool.num_layers} layers, {shapes} {pool.dtype}")
+        self._layout = [self._page_layout(layer) for layer in range(pool.num_layers)]
+        shapes = dict.fromkeys(tuple(pages.shape[1:]) for pages in chain.from_iterable(self._layout))
+        drafts = f"drafter {pool.drafter}" if isinstance(pool, SentPool) else "no KV of a drafter"
+        own = Frame("hello", layout=f"{pool.num_layers} layers, {[*shapes]} {pool.dtype}, {drafts}")
         self._put_frame(own)
         other, _ = self._take_frame()
         if other.layout != own.layout:
@@ -239,10 +242,10 @@ class Transport(interface.Transport):
             opened = [] if room is None or room.is_sender else room.pages
         if len(set(frame.pages)) < len(frame.pages) or not set(frame.pages) <= set(opened):
             raise Refused(f"pages that room {frame.room!r:.100} has not opened")
-        return len(frame.pages) * sum(pages[0].numel() for pages in self._layout)
+        return len(frame.pages) * sum(pages[0].numel() for pages in self._layout[frame.layer])
 
     def _store(self, frame: Frame, payload: bytearray) -> None:
-        sizes = [len(frame.pages) * pages[0].numel() for pages in self._layout]
+        sizes = [len(frame.pages) * pages[0].numel() for pages in self._layout[frame.layer]]
         contents = torch.frombuffer(payload, dtype=torch.uint8).split(sizes)
         self._put_pages(self._pages(frame.layer), frame.pages, contents)
 
@@ -263,9 +266,9 @@ class Transport(interface.Transport):
         buffer that holds both."""
         return [rows.unflatten(0, (-1, self.kv_pool.page_size)) for rows in byte_rows(self.kv_pool, layer)]
 
-    def _page_layout(self) -> list[torch.Tensor]:
-        """Pages as those that travel, of every layer: their shape counts."""
-        return self._pages(0)
+    def _page_layout(self, layer: int) -> list[torch.Tensor]:
+        """Pages as those that travel: their shape counts."""
+        return self._pages(layer)
 
     def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
         self.channel.send(msgspec.msgpack.encode(frame), payload)

@@ -16,6 +16,7 @@ from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.interfaces import Collectives
 from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.parallel.channel import Channel, Refused
+from diptych.shared.parallel.sent_pool import SentPool
 
 Contents = dict[int, Any]
 """Layer -> the bytes of a room's pages there: K of all pages, then V, or rows that hold both."""
@@ -26,11 +27,15 @@ class HeadParts:
     same part, and the first of them sends it."""
 
     def __init__(self, kv_pool: Any, tp: Collectives, num_parts: int) -> None:
-        """num_parts: that differ; 1: every rank has all."""
+        """num_parts: that differ; 1: every rank has all, as it has of the KV of a drafter."""
         assert tp.size % num_parts == 0, f"{num_parts} parts on {tp.size} ranks"
         self.kv_pool = kv_pool
         self.tp = tp
         self.num_parts = num_parts
+
+    def num_parts_of(self, layer: int) -> int:
+        is_whole = isinstance(self.kv_pool, SentPool) and self.kv_pool.is_of_drafter(layer)
+        return 1 if is_whole else self.num_parts
 
     def pages(self, layer: int) -> list[torch.Tensor]:
         """The bytes of this rank's part, [num_pages, page_size, width], of K and of V, or of both in one."""
@@ -39,9 +44,10 @@ class HeadParts:
     # --8<-- [start:gather-heads]
     def gather(self, pages: Sequence[int]) -> Contents:
         """Called on all ranks. On rank 0: the contents of these pages."""
-        copies = self.tp.size // self.num_parts
         contents: Contents = {}
         for layer in range(self.kv_pool.num_layers):
+            num_parts = self.num_parts_of(layer)
+            copies = self.tp.size // num_parts
             own = torch.stack([part[list(pages)].cpu() for part in self.pages(layer)])
             num = [len(own) * len(pages) * (rank % copies == 0) for rank in range(self.tp.size)]
             to_first = [num[self.tp.rank]] + [0] * (self.tp.size - 1)
@@ -49,7 +55,7 @@ class HeadParts:
             sent = own.flatten(0, 1)[: num[self.tp.rank]]
             parts = self.tp.all_to_all(sent, to_first, from_each)
             if self.tp.rank == 0:
-                heads = parts.unflatten(0, (self.num_parts, len(own), len(pages)))
+                heads = parts.unflatten(0, (num_parts, len(own), len(pages)))
                 contents[layer] = bytearray(heads.movedim(0, -2).contiguous().numpy())
         return contents
 
@@ -58,15 +64,15 @@ class HeadParts:
     def scatter(self, pages: Sequence[int], contents: Contents) -> None:
         """Called on all ranks. Write the contents that rank 0 has to these pages."""
         for layer in range(self.kv_pool.num_layers):
-            targets = self.pages(layer)
+            targets, num_parts = self.pages(layer), self.num_parts_of(layer)
             shape = len(targets), len(pages), *targets[0].shape[1:]
             num, sent = len(targets) * len(pages), torch.empty(0, *shape[2:], dtype=torch.uint8)
             to_each = [0] * self.tp.size
             if self.tp.rank == 0:
                 to_each = [num] * self.tp.size
                 whole = torch.frombuffer(contents[layer], dtype=torch.uint8)
-                heads = whole.view(*shape[:-1], self.num_parts, shape[-1]).movedim(-2, 0)
-                part_of = torch.arange(self.tp.size) * self.num_parts // self.tp.size
+                heads = whole.view(*shape[:-1], num_parts, shape[-1]).movedim(-2, 0)
+                part_of = torch.arange(self.tp.size) * num_parts // self.tp.size
                 sent = heads[part_of].flatten(0, 2)
             own = self.tp.all_to_all(sent, to_each, [num] + [0] * (self.tp.size - 1))
             for target, part in zip(targets, own.view(shape)):
@@ -107,6 +113,6 @@ class WholeTransport(Transport):
             raise Refused(f"the end of room {frame.room!r:.100}, before all layers of it")
         super()._apply(frame, payload)
 
-    def _page_layout(self) -> list[torch.Tensor]:
-        pages = super()._page_layout()
-        return [each.new_empty(1, each.shape[1], each.shape[2] * self.parts.num_parts) for each in pages]
+    def _page_layout(self, layer: int) -> list[torch.Tensor]:
+        pages, num_parts = super()._page_layout(layer), self.parts.num_parts_of(layer)
+        return [each.new_empty(1, each.shape[1], each.shape[2] * num_parts) for each in pages]

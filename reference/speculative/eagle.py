@@ -63,5 +63,11 @@ class EagleDrafter(BaseEagleDrafter):
 
     # --8<-- [end:eagle-draft]
 
+    def last_row(self, req: Req) -> LastRow:
+        return self.last_rows[req.rid]
+
+    def set_last_row(self, req: Req, rows: torch.Tensor) -> None:
+        self.last_rows[req.rid] = LastRow(*rows)
+
     def forget(self, req: Req) -> None:
         self.last_rows.pop(req.rid, None)

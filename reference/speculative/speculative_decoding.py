@@ -100,8 +100,11 @@ class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
         assert result.logits_output is not None
         self.drafter.extend(reqs, result.forward_batch, result.logits_output.hidden_states, ids)
 
-    def has_come(self, req: Req, first_token: int) -> None:
-        learn_prompt(req, first_token, computed_chunks(req, self.parts), self.drafter)
+    def has_come(self, req: Req, first_token: int, draft_state: bytes) -> None:
+        if self.drafter.kv_pool is not None:
+            self.drafter.restore(req, draft_state)
+        else:
+            learn_prompt(req, first_token, computed_chunks(req, self.parts), self.drafter)
 
     def has_left(self, req: Req) -> None:
         self.drafter.forget(req)

@@ -81,8 +81,12 @@ def check_block_len(config: EngineConfig, block_len: int) -> None:
         )
 
 
-def without_speculation(config: EngineConfig) -> EngineConfig:
-    """The same configuration for an engine that gives each request one token, and so drafts nothing."""
+def for_prompts(config: EngineConfig) -> EngineConfig:
+    """The same configuration for an engine that computes prompts for another one. It drafts nothing, but has
+    the drafter if the KV of a draft model is sent with the prompt."""
+    if config.speculative not in (None, "ngram"):
+        least = {"speculative_num_steps": 1, "speculative_topk": 1, "speculative_num_draft_tokens": 2}
+        return config.updated(speculative_auto=False, **least)
     names = ("draft_model", "num_steps", "topk", "num_draft_tokens")
     shape: dict[str, Any] = {f"speculative_{name}": None for name in names}
     return config.updated(speculative=None, speculative_auto=False, **shape)

@@ -7,9 +7,6 @@ from diptych.shared.flags.engine_flags import EngineFlags
 ONE_ENGINE: tuple[tuple[str, bool | None], ...] = (("disaggregation", False), ("disaggregation_mode", None))
 """Flags that divide prefill and decode among engines, and their values that do not."""
 
-READ_HIDDEN_STATES = ("eagle", "eagle3", "nextn")
-"""Algorithms of speculation whose drafts read hidden states of the target."""
-
 
 def check_can_pause(flags: EngineFlags) -> None:
     """Raise `ValueError` if the engine steps in several processes, which do not step together."""
@@ -71,11 +68,6 @@ def _check_split_engine(flags: EngineFlags, split: str) -> None:
                 f"{split} does not work with {name}={getattr(flags, name)}: KV comes over one connection, "
                 "and only the ranks of tp agree on what has come, with disaggregation_mode"
             )
-    if flags.speculative in READ_HIDDEN_STATES and flags.disaggregation_mode != "prefill":
-        raise ValueError(
-            f"{split} does not work with speculative={flags.speculative}: its drafts read hidden states of "
-            "the prompt, and the engine that decodes gets KV alone; speculative=ngram and standalone work"
-        )
     for name in (
         *("dp_attention", "disable_radix_cache", "check_invariants", "check_idle"),
         *("enable_priority_scheduling", "max_queued_requests", "waiting_timeout"),

@@ -57,6 +57,10 @@ class Drafter(ABC):
     num_kv_bytes_per_token: int = 0
     """What one slot takes in its pool; known once it is made."""
 
+    kv_pool: Any = None
+    """Its own `TokenToKVPool`, after `allocate`; None: it has none. Between prefill and decode engines its KV
+    is sent with the target's."""
+
     @abstractmethod
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
         """Loads what it needs. Raises `ValueError` for a draft model that is missing or does not fit the
@@ -108,6 +112,15 @@ class Drafter(ABC):
         """Called after `allocate`, for each shape that `draft` may get, where kernels are compiled ahead:
         launch once whatever `extend` and `draft` launch outside of CUDA graphs. No request's state changes;
         results mean nothing."""
+
+    def state_of(self, req: Req) -> bytes:
+        """What is kept of a request beside its KV, after the `extend` of its prompt: for the same drafter of
+        another engine. The request has not left."""
+        return b""
+
+    def restore(self, req: Req, state: bytes) -> None:  # noqa: B027 - there may be no state
+        """The prompt's KV has come from another engine, the drafter's too, and so has its `state_of` the
+        request. Afterwards the request is as if `extend` had been called for the prompt here."""
 
     def forget(self, req: Req) -> None:  # noqa: B027 - there may be nothing to forget
         """The request has ended or was retracted: drop what is kept under its rid. May be called for a

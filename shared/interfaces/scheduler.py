@@ -46,9 +46,10 @@ class SchedulerFeature:
     def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
         """The new requests are in the next batch, and own rows and slots."""
 
-    def has_come(self, req: Req, first_token: int) -> None:
+    def has_come(self, req: Req, first_token: int, draft_state: bytes) -> None:
         """The request joins with the KV of its prompt, which another engine has computed, as it has the first
-        token of its answer. The slots behind `cache_protected_len` are not in the prefix cache yet."""
+        token of its answer. The slots behind `cache_protected_len` are not in the prefix cache yet.
+        draft_state: the `state_of` the request of the other engine's drafter."""
 
     def has_left(self, req: Req) -> None:
         """The request ends or is retracted. It still owns its memory."""
@@ -141,13 +142,15 @@ class Scheduler(ABC):
         If the queue is full (max_queued_requests), the new request ends with FinishAbort(status=503) in the
         next step's output; with priority scheduling a waiting request of strictly lower priority, if any."""
 
-    def add_computed(self, req: Req, first: StepOutput) -> None:
+    def add_computed(self, req: Req, first: StepOutput, draft_state: bytes = b"") -> None:
         """Add a request whose prompt another engine has computed: it runs, and no token of the prompt is
         computed here. `first` is the output of that engine, with the first token (and log-probabilities, or
-        the embedding); it is reported by the next step. The caller gives up its slots of the prompt's KV,
-        `req.prefix_indices`, and its lock of `req.last_node`, which has the first `req.cache_protected_len`
-        of them. A row must be free, and memory for the prompt and the longest answer must be kept free: it
-        is the caller who admits. Raises `ValueError` as `add_request` does for an id in use."""
+        the embedding); it is reported by the next step. draft_state: the `state_of` the request of that
+        engine's drafter, whose KV of the prompt is in the same slots. The caller gives up its slots of the
+        prompt's KV, `req.prefix_indices`, and its lock of `req.last_node`, which has the first
+        `req.cache_protected_len` of them. A row must be free, and memory for the prompt and the longest
+        answer must be kept free: it is the caller who admits. Raises `ValueError` as `add_request` does for
+        an id in use."""
         raise ValueError(f"{type(self).__name__} cannot continue prompts of another engine")
 
     @abstractmethod

@@ -53,6 +53,7 @@ class AgreedDrafter(Drafter):
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.drafter.allocate(req_to_token_pool, num_slots)
+        self.kv_pool = self.drafter.kv_pool
 
     def num_slots(self, shape: DraftShape) -> int:
         return self.drafter.num_slots(shape)
@@ -72,6 +73,12 @@ class AgreedDrafter(Drafter):
         rows = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors], dim=1)
         parts = self.tp.broadcast(rows).split([x[0].numel() for x in tensors], dim=1)
         return DraftTree(*(part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, tensors)))
+
+    def state_of(self, req: Req) -> bytes:
+        return self.drafter.state_of(req)
+
+    def restore(self, req: Req, state: bytes) -> None:
+        self.drafter.restore(req, state)
 
     def forget(self, req: Req) -> None:
         self.drafter.forget(req)

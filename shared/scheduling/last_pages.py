@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from diptych.shared.interfaces import ReqToTokenPool, SchedulerFeature
+from diptych.shared.interfaces import Drafter, ReqToTokenPool, SchedulerFeature
 from diptych.shared.scheduling.pages import round_down_to_page
 from diptych.shared.types import FinishAbort, FinishError, Req
 from diptych.shared.types.req import NO_SLOTS
 
 
+class LastPage(NamedTuple):
+    slots: torch.Tensor
+    draft_state: bytes  # what the drafter keeps of the request
+
+
 class LastPages(SchedulerFeature):
     """Keeps the slots behind a prompt's last full page when its request ends. The prefix cache takes full
-    pages, and would free them."""
+    pages, of pairs of tokens with an EAGLE head, and would free them."""
 
-    def __init__(self, req_to_token_pool: ReqToTokenPool, page_size: int) -> None:
+    def __init__(self, req_to_token_pool: ReqToTokenPool, page_size: int, drafter: Drafter | None) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.page_size = page_size
+        self.drafter = drafter
+        self.is_bigram = drafter is not None and drafter.is_bigram
         self.wanted: set[str] = set()  # ids of requests
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, LastPage] = {}
 
     # --8<-- [start:keep-the-last-page]
     def has_left(self, req: Req) -> None:
         has_kv = req.finished and not isinstance(req.finished_reason, (FinishAbort, FinishError))
         if req.rid in self.wanted and has_kv:
             assert req.req_pool_idx is not None
-            num_full = round_down_to_page(req.kv_committed_len, self.page_size)
-            self._kept[req.rid] = self.req_to_token_pool.read(
-                req.req_pool_idx, num_full, req.kv_committed_len
-            )
-            req.kv_committed_len = req.kv_allocated_len = num_full
+            num_full = round_down_to_page(req.kv_committed_len - self.is_bigram, self.page_size)
+            slots = self.req_to_token_pool.read(req.req_pool_idx, num_full, req.kv_committed_len)
+            state = b"" if self.drafter is None else self.drafter.state_of(req)
+            self._kept[req.rid] = LastPage(slots, state)
+            req.kv_committed_len, req.kv_allocated_len = num_full + self.is_bigram, num_full
 
     # --8<-- [end:keep-the-last-page]
 
-    def take(self, rid: str) -> torch.Tensor:
-        """The slots of a request that is wanted no more. The caller frees them."""
+    def take(self, rid: str) -> LastPage:
+        """That of a request that is wanted no more. The caller frees its slots."""
         self.wanted.discard(rid)
-        return self._kept.pop(rid, NO_SLOTS)
+        return self._kept.pop(rid, LastPage(NO_SLOTS, b""))

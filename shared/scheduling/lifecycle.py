@@ -89,7 +89,7 @@ class Lifecycle:
             self.finish(turned_away(self.waiting_queue, self.config), reason)
 
     # --8<-- [start:add-computed]
-    def add_computed(self, req: Req, first: StepOutput) -> None:
+    def add_computed(self, req: Req, first: StepOutput, draft_state: bytes) -> None:
         """Let a request run whose prompt has KV, as after a prefill step."""
         self._register(req)
         rows = self.parts.req_to_token_pool.alloc(1)
@@ -102,7 +102,7 @@ class Lifecycle:
         self._count(req, max(first.num_cached_tokens, req.cache_protected_len))
         first_token = max(first.new_token_ids[-1], 0) if first.new_token_ids else 0  # NaN: its request ends
         for feature in self.features:
-            feature.has_come(req, first_token)
+            feature.has_come(req, first_token, draft_state)
         self.parts.tree_cache.cache_unfinished_req(req)
         for feature in self.features:
             feature.have_joined([req], self.running)

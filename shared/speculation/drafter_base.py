@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable
+
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
@@ -12,7 +15,7 @@ from diptych.shared.loading.load_model import load_draft_model, load_model
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
 from diptych.shared.speculation.draft_model_base import check_draft_model_fits, padding_token_ids
-from diptych.shared.types import DraftShape, ForwardBatch, TopTokens
+from diptych.shared.types import DraftShape, ForwardBatch, Req, TopTokens
 
 
 class BaseDrafter(Drafter):
@@ -50,6 +53,26 @@ class BaseEagleDrafter(BaseDrafter):
 
     def num_slots(self, shape: DraftShape) -> int:
         return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
+
+    # --8<-- [start:state-of-a-request]
+    def state_of(self, req: Req) -> bytes:
+        """The head's results for the newest KV of a request, from which drafting starts."""
+        rows = torch.stack([*self.last_row(req)]).cpu()  # [2, hidden_size]
+        return bytes(rows.view(torch.uint8).flatten().numpy())
+
+    def restore(self, req: Req, state: bytes) -> None:
+        rows = torch.frombuffer(bytearray(state), dtype=self.parts.dtype).view(2, -1)
+        self.set_last_row(req, rows.to(self.parts.device))
+
+    # --8<-- [end:state-of-a-request]
+
+    @abstractmethod
+    def last_row(self, req: Req) -> Iterable[torch.Tensor]:
+        """The two hidden states of a request."""
+
+    @abstractmethod
+    def set_last_row(self, req: Req, rows: torch.Tensor) -> None:
+        """Put them back. rows: [2, hidden_size]."""
 
     @torch.inference_mode()
     def _forward(

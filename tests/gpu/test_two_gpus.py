@@ -187,6 +187,9 @@ STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_mo
         ("optimized", {"disaggregation": True, "use": {"transport": "shared_memory"}}),
         ("optimized", {"disaggregation": True, "speculative": "ngram", "speculative_topk": 1}),
         ("optimized", {"disaggregation": True, **STANDALONE}),
+        ("optimized", {"disaggregation": True, **DRAFTS}),
+        ("optimized", {"disaggregation": True, **DRAFTS, "use": {"transport": "shared_memory"}}),
+        ("reference", {"disaggregation": True, **DRAFTS}),
         ("reference", {"disaggregation": True, **STANDALONE}),
     ],
 )
@@ -200,11 +203,17 @@ def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=str)
-def test_split_servers_answer_as_one(ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["no drafts", "EAGLE-3"])
+def test_split_servers_answer_as_one(
+    ranks: tuple[int, int], drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prefill server and a decode server, whose GPUs are the same: their pools are small."""
     monkeypatch.setenv("DIPTYCH_CLUSTER_SECRET", SECRET.decode())
     flags = ["--device", "cuda", "--panel", "optimized", "--dtype", "float32", "--skip-warmup"]
     flags += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--cuda-graph-max-tokens", "64"]
+    for name in [each for each in drafts if each != "use"]:
+        flags += ["--" + name.replace("_", "-"), drafts[name]]
+    flags += ["--use", "attention=triton"] if drafts else []
     body = {"prompt": list(PROMPTS), "temperature": 0, "max_tokens": 48, "ignore_eos": True}
     with servers_of(ranks, *flags) as (_, decode):
         for _ in range(2):  # the second time the prompts are cached

@@ -16,9 +16,9 @@ from diptych.reference.parallel.disaggregation import (
     PrefillSide,
 )
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.engine import without_speculation
+from diptych.shared.config.engine import for_prompts
 from diptych.shared.engine.build.assembly import assemble
-from diptych.shared.engine.processes.disaggregated import transport_of
+from diptych.shared.engine.processes.disaggregated import sent_pool_of, transport_of
 from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.types import (
     Req,
@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, config: EngineConfig, **flags_of_prefill: Any) -> None:
         config = config.updated(check_invariants=False, disaggregation=True)
         transport_class = transport_of(config)
-        of_prefill = without_speculation(config).updated(**flags_of_prefill)
+        of_prefill = for_prompts(config).updated(**flags_of_prefill)
         self.prefill, self.decode = assemble(of_prefill), assemble(config)
         self.gate, self.is_copying = threading.Event(), threading.Event()
         self.gate.set()
@@ -48,7 +48,8 @@ class Pair:
             return k_buffer(layer_id)
 
         with ThreadPoolExecutor(2) as threads:
-            sender, receiver = threads.map(transport_class, socket.socketpair(), (pool, self.decode.kv_pool))
+            pools = sent_pool_of(self.prefill), sent_pool_of(self.decode)
+            sender, receiver = threads.map(transport_class, socket.socketpair(), pools)
         self.sender: Any = sender
         self.receiver: Any = receiver
         pool.k_buffer = gated  # type: ignore[method-assign]

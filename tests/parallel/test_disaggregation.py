@@ -172,10 +172,6 @@ def test_a_reason_that_comes_after_the_end_of_its_room(folders: dict[str, str]) 
         ({"tp": 2}, "disaggregation=True does not work with tp=2: KV comes over one connection"),
         ({"dp": 2}, "does not work with dp=2"),
         ({"pp": 2}, "does not work with pp=2"),
-        (
-            {"speculative": "eagle", "speculative_draft_model": "a"},
-            "does not work with speculative=eagle: its drafts read hidden states of the prompt",
-        ),
         ({"disable_radix_cache": True}, "does not work with disable_radix_cache=True"),
         ({"check_invariants": True}, "does not work with check_invariants=True"),
         ({"enable_priority_scheduling": True}, "does not work with enable_priority_scheduling=True"),

@@ -29,6 +29,7 @@ from tests.planted import Bug, Bugs
 
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder", "collectives")
 OPTIMIZED: dict[str, Any] = {"use": dict.fromkeys(HOST_PARTS, "optimized")}
+EAGLE = {"speculative": "eagle", "speculative_num_steps": 2}
 DRAFTS = {"speculative": "standalone", "speculative_num_steps": 3}
 WAYS: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((2, 1), {}),
@@ -43,6 +44,9 @@ WAYS: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((2, 2), {"model": "qwen3-moe"}),
     ((1, 2), {"speculative": "ngram"}),
     ((2, 2), DRAFTS),
+    ((2, 1), EAGLE),
+    ((1, 2), EAGLE | {"page_size": 1}),
+    ((4, 2), EAGLE | OPTIMIZED),
 ]
 
 
@@ -50,7 +54,7 @@ def rows(values: Sequence[Any], is_fast: Callable[[Any], bool]) -> list[Any]:
     return [pytest.param(each, marks=[] if is_fast(each) else pytest.mark.full) for each in values]
 
 
-@pytest.mark.parametrize("way", rows(WAYS, lambda way: way in WAYS[:3]), ids=str)
+@pytest.mark.parametrize("way", rows(WAYS, lambda way: way in [*WAYS[:3], WAYS[-3]]), ids=str)
 def test_ranks_answer_as_one_engine(
     folders: dict[str, str], way: tuple[tuple[int, int], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -58,7 +62,8 @@ def test_ranks_answer_as_one_engine(
     sizes, flags = way[0], {**way[1]}
     use = {"transport": "reference", **flags.pop("use", {})}
     if "speculative_num_steps" in flags:
-        flags["speculative_draft_model"] = folders["llama"]
+        head = "llama" if flags["speculative"] == "standalone" else "eagle-draft"
+        flags["speculative_draft_model"] = folders[head]
     config = config_of(folders, "reference", **flags).updated(use=use)
     expected = output_ids(answers(assemble(config)))
     with cluster_of(config, sizes, tmp_path) as cluster:
@@ -72,7 +77,8 @@ def test_ranks_answer_as_one_engine(
 def test_a_server_ends(folders: dict[str, str], state: str, side: str, tmp_path: Path) -> None:
     """As if its processes were killed: running requests go on, others get an error, and no rank loses a
     page."""
-    config = config_of(folders, "reference", chunked_prefill_size=8)
+    drafts = EAGLE | {"speculative_draft_model": folders["eagle-draft"]} if side == "prefill" else {}
+    config = config_of(folders, "reference", chunked_prefill_size=8, **drafts)
     expected = answers(assemble(config))
     with cluster_of(config, (2, 2), tmp_path) as cluster:
         req = bring_to(cluster, state)
@@ -200,7 +206,7 @@ for _name, _before, _after in (
     ("gathered in the wrong order", "heads.movedim(0, -2)", "heads.flip(0).movedim(0, -2)"),
     ("scattered in the wrong order", "heads[part_of]", "heads.flip(0)[part_of]"),
     ("copies of a head are sent, too", "(rank % copies == 0)", "1"),
-    ("neighbours have different heads", "* self.num_parts // self.tp.size", "% self.num_parts"),
+    ("neighbours have different heads", "* num_parts // self.tp.size", "% num_parts"),
     ("K in place of V", "for part in self.pages(layer)]", "for part in self.pages(layer)[:1] * 2]"),
 ):
     BUGS.words(_name, f"{PAGES}:HeadParts", (PAGES, _before, _after))

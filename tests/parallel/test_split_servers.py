@@ -208,10 +208,6 @@ def test_an_address_is_signed() -> None:
     ("flags", "message"),
     [
         ({"disaggregation_mode": "prefill", "pp": 2}, "disaggregation_mode=prefill does not work with pp=2"),
-        (
-            {"disaggregation_mode": "decode", "speculative": "eagle3", "speculative_draft_model": "a"},
-            "does not work with speculative=eagle3: its drafts read hidden states",
-        ),
         ({"disaggregation_mode": "decode", "disaggregation": True}, "disaggregation=True starts both"),
         ({"disaggregation_mode": "decode", "use": {"transport": "shared_memory"}}, "only with reference"),
         ({"prefill_servers": "a:1"}, "needs disaggregation_mode=decode"),

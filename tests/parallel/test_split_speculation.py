@@ -2,99 +2,278 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from diptych.reference.parallel.transport import Transport
+from diptych.reference.speculative.eagle import EagleDrafter
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import assemble
-from diptych.shared.types import Req, SpeculationStats
-from tests.parallel.engine_pair import config_of, output_ids, pair_of
-from tests.parallel.tiny_ranks import answers, requests
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.disaggregated import sent_pool_of
+from diptych.shared.interfaces import Drafter
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.parallel.sent_pool import SentPool, sent_pool
+from diptych.shared.types import Req, SamplingParams, SpeculationStats
+from tests.parallel.engine_pair import SECONDS, output_ids, pair_of
+from tests.parallel.split_ranks import cluster_of
 from tests.planted import Bug, Bugs
 
-OPTIMIZED = dict.fromkeys(("scheduler", "drafter", "draft_tree"), "optimized")
-STANDALONE = {"speculative": "standalone", "speculative_num_steps": 3}
-FLAGS: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative": "ngram"},
-    "ngram chains": {"speculative": "ngram", "speculative_topk": 1, "speculative_num_draft_tokens": 4},
-    "standalone": STANDALONE,
-    "standalone, chunks": STANDALONE | {"chunked_prefill_size": 8},
-    "standalone trees": STANDALONE | {"speculative_topk": 2, "speculative_num_draft_tokens": 6},
-    "small pool": STANDALONE | {"max_total_tokens": 64},
-    "optimized ngram": {"speculative": "ngram", "speculative_topk": 1, "use": OPTIMIZED},
-    "optimized standalone": STANDALONE | {"use": OPTIMIZED},
+OPTIMIZED = {"use": dict.fromkeys(("scheduler", "drafter", "draft_tree"), "optimized")}
+SHARED = {"use": {"transport": "shared_memory"}}
+EAGLE3 = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
+CHAIN = {"speculative_topk": 1, "speculative_num_steps": 3}
+STANDALONE = {
+    "speculative": "standalone",
+    "speculative_draft_model": "tiny-dense",
+    "speculative_num_steps": 3,
 }
+FLAGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {"speculative": "ngram"},
+    "optimized ngram": {"speculative": "ngram", "speculative_topk": 1} | OPTIMIZED,
+    "chain": EAGLE3 | CHAIN,
+    "optimized chain": EAGLE3 | CHAIN | OPTIMIZED,
+    "tree, pages of one token": EAGLE3 | {"page_size": 1},
+    "optimized tree": EAGLE3 | OPTIMIZED,
+    "chunks, shared memory": EAGLE3 | CHAIN | {"chunked_prefill_size": 8} | SHARED,
+    "standalone": STANDALONE | {"chunked_prefill_size": 8},
+    "optimized standalone": STANDALONE | OPTIMIZED,
+}
+SLOW = ("optimized tree", "optimized standalone", "tree, pages of one token")
+TEXTS = (
+    "Read this story: Mara lives in Bergen. Mara works as a baker. In which city does Mara live?",
+    "Count from 3 to 9.",
+    "Read this story: Mara lives in Bergen. Mara works as a baker. Who works as a baker?",
+)
 
 
-def config_with(folders: dict[str, str], flags: dict[str, Any]) -> EngineConfig:
-    """The draft model is the target: what it drafts after the right tokens is accepted."""
-    flags = {**flags}
-    use = {"transport": "reference", **flags.pop("use", {})}
-    if flags["speculative"] == "standalone":
-        flags["speculative_draft_model"] = folders["llama"]
-    return config_of(folders, "reference", **flags).updated(use=use)
+class Found(NamedTuple):
+    """Answers, how often drafts were accepted, and what was drafted for each verification."""
+
+    answers: list[list[int]]
+    stats: SpeculationStats
+    drafts: list[Any]
 
 
-def split(config: EngineConfig) -> tuple[list[Req], SpeculationStats]:
-    """All requests through two engines, cold and with cached prompts, and what speculation gave cold."""
-    with pair_of(config) as pair:
-        for turn in range(2):
-            reqs = requests()
-            for req in reqs:
-                pair.decode_side.add_request(req)
-            pair.until(lambda: not pair.decode_side.has_work())
-            if turn == 0:
-                cold, stats = reqs, pair.decode_side.stats().speculation
-            assert output_ids(reqs) == output_ids(cold)
+def tiny_dense(flags: dict[str, Any]) -> EngineConfig:
+    defaults: dict[str, Any] = {"panel": "reference", "page_size": 4, "context_len": 256}
+    flags = {**defaults, "max_total_tokens": 1024, "max_running_requests": 8, **flags}
+    return EngineConfig(model="tiny-dense", device="cpu", dtype="float32", **flags)
+
+
+def prompts(assembly: Assembly) -> list[Req]:
+    assert assembly.tokenizer is not None
+    params = SamplingParams(temperature=0.0, max_new_tokens=14)
+    return [Req(text, assembly.tokenizer.encode(text), params, seed=0) for text in TEXTS]
+
+
+def one_by_one(assembly: Assembly, scheduler: Any, step: Callable[[], Any]) -> Found:
+    """The prompts, each alone, so that its drafts are the same wherever its prompt is computed."""
+    reqs, drafts, drafter = prompts(assembly), [], assembly.parts.drafter
+    if drafter is not None:
+        draft = type(drafter).draft
+
+        def watched(*arguments: Any) -> Any:
+            tree = draft(drafter, *arguments)
+            drafts.append(tree.token_ids.tolist())
+            return tree
+
+        drafter.draft = watched  # type: ignore[method-assign]
+    for req in reqs:
+        scheduler.add_request(req)
+        while req.finished_reason is None or scheduler.has_work():
+            step()
+    return Found(output_ids(reqs), scheduler.stats().speculation, drafts)
+
+
+@cache
+def of_one_engine(name: str) -> list[Found]:
+    assembly = assemble(tiny_dense(FLAGS[name]))
+    return [one_by_one(assembly, assembly.scheduler, assembly.scheduler.step) for _ in range(2)]
+
+
+def of_a_pair(name: str) -> list[Found]:
+    """Cold, and with cached prompts."""
+    with pair_of(tiny_dense(FLAGS[name])) as pair:
+
+        def step() -> None:
+            pair.prefill_side.turn()
+            pair.decode_side.step()
+
+        found = [one_by_one(pair.decode, pair.decode_side, step) for _ in range(2)]
+        assert pair.prefill.scheduler.stats().speculation == SpeculationStats(), "it drafts nothing"
         pair.finish()
-    return cold, stats
+    return found
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_drafts_change_no_answer(folders: dict[str, str], name: str) -> None:
-    config = config_with(folders, FLAGS[name])
-    found, _ = split(config)
-    plain = config_of(folders, "reference")
-    assert output_ids(found) == output_ids(answers(assemble(plain)))
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return of_one_engine("plain")[0].answers
 
 
-def gains(folders: dict[str, str]) -> tuple[int, int]:
-    """Accepted drafts: behind another engine, and in one engine."""
-    config = config_with(folders, STANDALONE)
-    alone = assemble(config)
-    answers(alone)
-    return split(config)[1].num_accepted_tokens, alone.scheduler.stats().speculation.num_accepted_tokens
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in FLAGS]
+)
+def test_the_drafts_of_one_engine(plain: list[list[int]], name: str) -> None:
+    """The answers of one engine without drafts, in as many verifications as in one engine with them."""
+    found = of_a_pair(name)
+    assert [each.answers for each in found] == [plain] * 2
+    assert found == of_one_engine(name)
+    assert name == "plain" or found[1].stats.num_accepted_tokens > 10
 
 
-def learns_less(folders: dict[str, str]) -> bool:
-    found, expected = gains(folders)
-    assert expected >= 15
-    return found < expected - 5  # requests come one by one there, and all at once here
+@pytest.mark.parametrize("flags", [EAGLE3, STANDALONE | CHAIN | {"max_total_tokens": 160}], ids=str)
+def test_requests_of_several_prompts_at_once(plain: list[list[int]], flags: dict[str, Any]) -> None:
+    with pair_of(tiny_dense(flags)) as pair:
+        reqs = prompts(pair.decode)
+        for req in reqs:
+            pair.add(req)
+        pair.finish()
+    assert output_ids(reqs) == plain
 
 
-BUGS = Bugs("prompts of another engine", finder="its drafts are accepted as often")
-LEARNS = "shared.speculation.computed_prompt"
-for _name, _before, _after in (
-    ("the tokens in reverse", "torch.tensor(prompt[start:end]", "torch.tensor(prompt[start:end][::-1]"),
-    (
-        "positions from zero",
-        "torch.arange(start, end, device",
-        "torch.zeros(end - start, dtype=torch.int64, device",
-    ),
-    (
-        "the last token alone",
-        "range(req.cache_protected_len, len(prompt)",
-        "range(len(prompt) - 1, len(prompt)",
-    ),
-):
-    BUGS.words(_name, f"{LEARNS}:computed_chunks", (LEARNS, _before, _after))
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
+def test_ranks_have_the_whole_head(plain: list[list[int]], sizes: tuple[int, int], tmp_path: Path) -> None:
+    """The KV heads of the target are divided; those of the head are not."""
+    with cluster_of(tiny_dense(FLAGS["chain"]), sizes, tmp_path) as cluster:
+        side, scheduler = cluster.decode.assemblies[0], cluster.decode.scheduler
+
+        def step() -> None:
+            for server in cluster.servers:
+                server.scheduler.step()
+
+        scheduler_of = type("Side", (), {"add_request": cluster.add, "stats": scheduler.stats})
+        scheduler_of.has_work = lambda: cluster.decode_side.has_work()  # type: ignore[attr-defined]
+        found = one_by_one(side, scheduler_of, step)
+        cluster.finish()
+    assert found.answers == plain
+    assert found == of_one_engine("chain")[0]
+
+
+def test_a_prefill_engine_that_ends(plain: list[list[int]]) -> None:
+    """While pages are on their way. No page is lost, and what runs goes on with its drafts."""
+    with pair_of(tiny_dense(EAGLE3 | CHAIN)) as pair:
+        running, req = prompts(pair.decode)[:2]
+        pair.add(running)
+        pair.until(lambda: bool(running.output_ids))
+        pair.add(req)
+        pair.is_copying.clear()
+        pair.gate.clear()
+        pair.until(pair.is_copying.is_set)
+        pair.sender.connection.shutdown(socket.SHUT_RDWR)
+        pair.gate.set()
+        pair.finish()
+        assert running.output_ids == plain[0]
+        assert "the prefill engine has ended" in str(req.finished_reason)
+
+
+def other_head(folder: Path) -> str:
+    """A head of the same shapes: a copy, with other weights."""
+    copy = folder / "head"
+    shutil.copytree(resolve_model_path("tiny-dense-eagle3", "auto"), copy)
+    (weights,) = copy.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return str(copy)
+
+
+@pytest.mark.parametrize("other", [{}, STANDALONE, EAGLE3], ids=["none", "standalone", "another head"])
+def test_sides_with_different_drafters(other: dict[str, Any], tmp_path: Path) -> None:
+    """They are not connected, and each goes on."""
+    if other is EAGLE3:
+        other = other | {"speculative_draft_model": other_head(tmp_path)}
+    engines = [assemble(tiny_dense(flags)) for flags in (EAGLE3, other)]
+    ends = socket.socketpair()
+    with ThreadPoolExecutor(2) as threads:
+        connecting = list(map(threads.submit, [Transport] * 2, ends, map(sent_pool_of, engines)))
+        said = [str(each.exception(SECONDS)) for each in connecting]
+    names = ["drafter eagle3", f"drafter {other['speculative']}" if other else "no KV of a drafter"]
+    assert all(name in each for each in said for name in names), said
+    assert [end.fileno() for end in ends] == [-1, -1]
+    for engine in engines:
+        allocator = engine.parts.allocator
+        assert allocator.available_size() == allocator.size
+
+
+class ReadsStates(Drafter):
+    """A drafter of a user, which keeps no KV."""
+
+    hidden_layers = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def extend(self, *arguments: Any) -> None: ...
+
+    def draft(self, *arguments: Any) -> Any: ...
+
+
+def test_a_drafter_whose_states_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="drafter ReadsStates: it reads hidden states of the prompt"):
+        sent_pool(tiny_dense({}), None, ReadsStates())
+
+
+# ---- planted bugs ----
+
+BUGS = Bugs("drafts behind another engine", finder="drafts of one engine")
+COPY = Transport._copy
+
+
+def _state_of_the_request_before(self: EagleDrafter, req: Req, state: bytes) -> None:
+    """Hidden states of another request."""
+    RESTORE(self, req, getattr(self, "last_state", state))
+    self.last_state = state  # type: ignore[attr-defined]
+
+
+def _states_swapped(self: EagleDrafter, req: Req, state: bytes) -> None:
+    """The state for logits and that for the next token, in the other order."""
+    half = len(state) // 2
+    RESTORE(self, req, state[half:] + state[:half])
+
+
+def _pages_of_another_request(self: Any, room: str, layer: int, source: list[int], target: list[int]) -> None:
+    """KV of the drafter comes from other pages of the pool, in reverse."""
+    COPY(self, room, layer, source[::-1] if self.kv_pool.is_of_drafter(layer) else source, target)
+
+
+def _no_kv_of_the_drafter(self: Any, room: str, layer: int, source: list[int], target: list[int]) -> None:
+    """The drafter's KV is not written."""
+    if not self.kv_pool.is_of_drafter(layer):
+        COPY(self, room, layer, source, target)
+
+
+def _a_token_late(self: Transport, layer: int) -> list[torch.Tensor]:
+    """The drafter's KV of each token is that of the token before."""
+    pages = PAGES(self, layer)
+    late = isinstance(self.kv_pool, SentPool) and self.kv_pool.is_of_drafter(layer)
+    return [each.flatten(0, 1).roll(1, 0).view(each.shape) for each in pages] if late else pages
+
+
+PAGES = Transport._pages
+RESTORE = EagleDrafter.restore
+BUGS.add_all(
+    _state_of_the_request_before, _states_swapped, where=f"{EagleDrafter.__module__}.EagleDrafter.restore"
+)
+BUGS.add_all(
+    _pages_of_another_request, _no_kv_of_the_drafter, where=f"{Transport.__module__}.Transport._copy"
+)
+BUGS.add_all(_a_token_late, where=f"{Transport.__module__}.Transport._pages")
 
 
 @BUGS.found_by(honest=True)
-def test_a_draft_model_knows_prompts_of_another_engine(
-    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_what_comes_for_the_drafter(
+    bug: Bug, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    if bug.plant is not None:
-        monkeypatch.setattr("diptych.reference.speculative.speculative_decoding.computed_chunks", bug.planted)
-    return learns_less(folders)
+    bug.plant_in(monkeypatch)
+    found = of_a_pair("chain")
+    assert [each.answers for each in found] == [plain] * 2, "a draft changes no answer"
+    return found != of_one_engine("chain")

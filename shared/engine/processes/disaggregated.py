@@ -6,16 +6,18 @@ import socket
 import time
 import weakref
 from dataclasses import replace
+from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.engine import without_speculation
+from diptych.shared.config.engine import for_prompts
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end
 from diptych.shared.engine.processes.devices import device_at
 from diptych.shared.interfaces import Transport
 from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.sent_pool import sent_pool
 
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of the prefill engine, which reads the weights."""
@@ -30,7 +32,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     config, prefill_config = (
         config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
     )
-    prefill_config = without_speculation(prefill_config)
+    prefill_config = for_prompts(prefill_config)
     transport_class = transport_of(config)
     connection, theirs = socket.socketpair()
     child = Child.spawn("prefill engine", _prefill, prefill_config, theirs)
@@ -38,7 +40,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     try:
         assembly = assemble(config)
         child.next_message(START_SECONDS)
-        transport = transport_class(connection, assembly.kv_pool)
+        transport = transport_class(connection, sent_pool_of(assembly))
     except BaseException:
         connection.close()
         child.end()
@@ -57,6 +59,11 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     return replace(assembly, scheduler=scheduler)
 
 
+def sent_pool_of(assembly: Assembly) -> Any:
+    """The pool that a transport of this engine reads and writes."""
+    return sent_pool(assembly.config, assembly.kv_pool, assembly.parts.drafter)
+
+
 def transport_of(config: EngineConfig) -> type[Transport]:
     """The transport that the configuration chooses."""
     panel = config.panel or default_panel(config.device or default_device())
@@ -70,7 +77,7 @@ def _prefill(config: EngineConfig, connection: socket.socket, pipe: Channel) -> 
     with reported_end(inbox):
         assembly = assemble(config)
         inbox.start()
-        transport = transport_of(config)(connection, assembly.kv_pool)
+        transport = transport_of(config)(connection, sent_pool_of(assembly))
         module = registry.load_part("disaggregation")
         side = module.PrefillSide(assembly.scheduler, assembly.parts, assembly.grammars, transport)
         while not side.is_done:

@@ -10,7 +10,7 @@ from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly
 from diptych.shared.engine.processes.cluster_secret import cluster_secret
-from diptych.shared.engine.processes.disaggregated import transport_of
+from diptych.shared.engine.processes.disaggregated import sent_pool_of, transport_of
 from diptych.shared.interfaces import Scheduler
 from diptych.shared.parallel.channel import Listener
 
@@ -34,10 +34,11 @@ def split_side(assembly: Assembly) -> Scheduler:
     servers, ranks = registry.load_part("split_servers"), registry.load_part("split_ranks")
     secret = cluster_secret(config.cluster_secret_file)
     heads, peers = None, None
-    make: Any = partial(_connected, transport_of(config), assembly.kv_pool)
+    pool = sent_pool_of(assembly)
+    make: Any = partial(_connected, transport_of(config), pool)
     if tp.size > 1:
         whole_pages = registry.load_part("whole_pages")
-        heads = whole_pages.HeadParts(assembly.kv_pool, tp, num_head_parts(assembly))
+        heads = whole_pages.HeadParts(pool, tp, num_head_parts(assembly))
         make = partial(_connected, whole_pages.WholeTransport, heads)
     around: Scheduler
     if config.disaggregation_mode == "prefill":

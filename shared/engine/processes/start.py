@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.config.engine import without_speculation
+from diptych.shared.config.engine import for_prompts
 from diptych.shared.engine.build.assembly import Assembly, assemble
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def start_assembly(config: EngineConfig) -> Assembly:
 
 def _started(config: EngineConfig) -> Assembly:
     if config.disaggregation_mode == "prefill":
-        config = without_speculation(config)
+        config = for_prompts(config)
     if config.disaggregation:
         from diptych.shared.engine.processes.disaggregated import assemble_disaggregated
 

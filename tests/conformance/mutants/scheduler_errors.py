@@ -94,6 +94,6 @@ class OneStepAtATime(Scheduler):
 class DraftsWithoutThePrompt(Scheduler):
     """The drafter does not learn a prompt that another engine has computed."""
 
-    def add_computed(self, req, first):
+    def add_computed(self, req, first, *state):
         self.requests.features = [each for each in self.requests.features if each is not self.decoding]
-        super().add_computed(req, first)
+        super().add_computed(req, first, *state)

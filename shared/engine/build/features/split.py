@@ -11,4 +11,4 @@ class Prefill(Feature):
     """The last pages of prompts, which are sent too."""
 
     def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
-        return [LastPages(pools.req_to_token_pool, self.plan.config.page_size)]
+        return [LastPages(pools.req_to_token_pool, self.plan.config.page_size, extras.drafter)]

@@ -1,0 +1,74 @@
+"""The KV that one engine sends to another: the target's and, with a draft model, the drafter's."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import Drafter
+from diptych.shared.loading.model_path import resolve_model_path
+
+END_BYTES = 64 * 2**10
+WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
+
+
+class SentPool:
+    """Two pools with the same slots as one: the layers of the target, then those of the drafter."""
+
+    def __init__(self, kv_pool: Any, draft_pool: Any, drafter: str) -> None:
+        """drafter: a name that is the same in engines with the same drafter."""
+        self.kv_pool, self.draft_pool, self.drafter = kv_pool, draft_pool, drafter
+        self.page_size, self.dtype, self.device = kv_pool.page_size, kv_pool.dtype, kv_pool.device
+        self.num_layers = kv_pool.num_layers + draft_pool.num_layers
+
+    def is_of_drafter(self, layer_id: int) -> bool:
+        return bool(layer_id >= self.kv_pool.num_layers)
+
+    def k_buffer(self, layer_id: int) -> torch.Tensor:
+        pool, layer_id = self._layer(layer_id)
+        buffer: torch.Tensor = pool.k_buffer(layer_id)
+        return buffer
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        pool, layer_id = self._layer(layer_id)
+        buffer: torch.Tensor = pool.v_buffer(layer_id)
+        return buffer
+
+    def _layer(self, layer_id: int) -> tuple[Any, int]:
+        if self.is_of_drafter(layer_id):
+            return self.draft_pool, layer_id - self.kv_pool.num_layers
+        return self.kv_pool, layer_id
+
+
+def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None) -> Any:
+    """The pool that a transport reads and writes. Raises `ValueError` for a drafter that reads hidden states
+    of the target and has no KV of its own, which could be sent."""
+    if drafter is not None and drafter.kv_pool is not None:
+        return SentPool(kv_pool, drafter.kv_pool, drafter_name(config))
+    if drafter is not None and drafter.hidden_layers is not None:
+        raise ValueError(
+            f"prefill and decode in two engines do not work with the drafter {type(drafter).__name__}: it "
+            "reads hidden states of the prompt, and has no kv_pool that could be sent in their place"
+        )
+    return kv_pool
+
+
+def drafter_name(config: EngineConfig) -> str:
+    """The algorithm, and a hash of the draft model: of its config.json and of the size and the end of each
+    file with weights."""
+    found = hashlib.sha256()
+    if config.speculative_draft_model is not None:
+        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+        for file in sorted(Path(folder).iterdir()):
+            if file.name == "config.json":
+                found.update(file.read_bytes())
+            elif file.suffix in WEIGHT_FILES:
+                size = file.stat().st_size
+                with file.open("rb") as opened:
+                    opened.seek(max(size - END_BYTES, 0))
+                    found.update(f"{file.name} {size} ".encode() + opened.read())
+    return f"{config.speculative} {found.hexdigest()[:16]}"
