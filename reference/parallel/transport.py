@@ -31,8 +31,8 @@ import torch
 from diptych.shared.interfaces import transport as interface
 from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.interfaces.transport import TransferStatus
+from diptych.shared.loading.sent_pool import SentPool
 from diptych.shared.parallel.channel import Channel, Refused, decoder
-from diptych.shared.parallel.sent_pool import SentPool
 
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_MESSAGE_BYTES = 256 * 2**20

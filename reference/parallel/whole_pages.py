@@ -15,8 +15,8 @@ import torch
 from diptych.reference.parallel.transport import Frame, Transport
 from diptych.shared.interfaces import Collectives
 from diptych.shared.interfaces.host_pool import byte_rows
+from diptych.shared.loading.sent_pool import SentPool
 from diptych.shared.parallel.channel import Channel, Refused
-from diptych.shared.parallel.sent_pool import SentPool
 
 Contents = dict[int, Any]
 """Layer -> the bytes of a room's pages there: K of all pages, then V, or rows that hold both."""

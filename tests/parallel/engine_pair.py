@@ -69,15 +69,16 @@ class Pair:
     def add(self, req: Req) -> None:
         self.decode_side.add_request(req)
 
+    def step(self) -> None:
+        self.prefill_side.turn()
+        self.decode_side.step()
+
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
         """Steps of both engines, or of one."""
         limit = time.monotonic() + SECONDS
         while not holds():
             assert time.monotonic() < limit
-            if turns != "decode":
-                self.prefill_side.turn()
-            if turns != "prefill":
-                self.decode_side.step()
+            {"both": self.step, "prefill": self.prefill_side.turn, "decode": self.decode_side.step}[turns]()
 
     def finish(self) -> None:
         """Run both until nothing is left. Then their pools are whole."""

@@ -152,6 +152,10 @@ class Cluster:
     def add(self, req: Req) -> None:
         self.decode.scheduler.add_request(req)
 
+    def step(self) -> None:
+        for server in self.servers:
+            server.scheduler.step()
+
     def until(self, holds: Callable[[], bool], turns: str = "both") -> None:
         limit = time.monotonic() + SECONDS
         while not holds():

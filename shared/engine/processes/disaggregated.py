@@ -16,8 +16,8 @@ from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.engine.processes.child import Child, Inbox, reported_end
 from diptych.shared.engine.processes.devices import device_at
 from diptych.shared.interfaces import Transport
+from diptych.shared.loading.sent_pool import sent_pool
 from diptych.shared.parallel.channel import Channel
-from diptych.shared.parallel.sent_pool import sent_pool
 
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of the prefill engine, which reads the weights."""
