@@ -31,6 +31,8 @@ from docs.generators.tables import Notes, notes_of, read, table
 
 DOCS = Path(__file__).parents[1]
 DATA = DOCS / "measurements" / "data"
+IN_EACH = "in_each_result"
+"""What all results of a file have in common: a key of them, such as "flags", -> its common entries."""
 MAX_COLUMNS = 87
 """Of a command."""
 
@@ -97,6 +99,9 @@ def where(report: dict[str, Any]) -> str:
 
 def load(name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    for key, values in report.pop(IN_EACH, {}).items():
+        for result in report["results"]:
+            result[key] = {**values, **result[key]}
     return report
 
 

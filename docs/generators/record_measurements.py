@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs.generators.measured import load
+from docs.generators.measured import IN_EACH, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,11 +36,24 @@ def record(name: str, command: str, file: Path) -> None:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """JSON with a line for each key and each result."""
+    """JSON with a line for each key and each result. Entries that all results have are written once; `load`
+    puts them back."""
+    report = _with_entries_once(report)
     values = {key: json.dumps(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
         values["results"] = "[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]"
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "\n}\n"
+
+
+def _with_entries_once(report: dict[str, Any]) -> dict[str, Any]:
+    rows: Any = report.get("results")
+    keys = [key for key in ("flags", "components") if isinstance(rows, list) and all(key in r for r in rows)]
+    if not keys or len(rows) < 2:
+        return report
+    once = {key: [e for e in rows[0][key].items() if all(e in r[key].items() for r in rows)] for key in keys}
+    for key in keys:
+        rows = [{**r, key: dict(e for e in r[key].items() if e not in once[key])} for r in rows]
+    return {**report, IN_EACH: {key: dict(entries) for key, entries in once.items()}, "results": rows}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -23,9 +23,9 @@ from diptych.shared.tools.bench.size import CARDS, Formula, formula_of
 from diptych.shared.tools.bench.step_cost import Ceilings, step_cost
 from diptych.shared.tools.cli import app
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
+from docs.generators.measured import DATA, load
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "docs" / "measurements" / "data"
 KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 
 
@@ -46,7 +46,7 @@ def runs(pattern: str) -> list[tuple[str, dict[str, Any]]]:
     """Results with flags in recordings on an H200."""
     found = []
     for path in sorted(DATA.glob(pattern)):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load(path.stem)
         found += [(path.name, each) for each in (data, *data["results"]) if "num_pool_tokens" in each]
     return found
 

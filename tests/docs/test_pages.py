@@ -75,7 +75,7 @@ def test_links_of_a_page_at_the_root_lead_to_files(name: str) -> None:
 
 
 MACHINERY = ("generators", "figures", "stylesheets", "javascripts", "../tests/docs")
-MAX_MACHINERY = 6361
+MAX_MACHINERY = 6389
 """Lines: as many as when it was set. docs/lab/course.md has the count by part, and what was tried."""
 
 
