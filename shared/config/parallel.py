@@ -91,11 +91,10 @@ def _check_addresses(flags: EngineFlags) -> None:
 
 
 def _check_dp_attention(flags: EngineFlags) -> None:
-    if flags.dp % flags.ep != 0:
-        raise ValueError(f"dp_attention with ep={flags.ep} needs dp to be a multiple of it: dp is {flags.dp}")
-    if flags.tp > 1 or flags.pp > 1:
-        raise ValueError(
-            f"dp_attention has the whole attention on each rank: tp is {flags.tp}, pp is {flags.pp}"
-        )
+    if flags.dp * flags.tp % flags.ep != 0:
+        num = f"dp * tp to be a multiple of it: dp is {flags.dp}, tp is {flags.tp}"
+        raise ValueError(f"dp_attention with ep={flags.ep} needs {num}")
+    if flags.pp > 1:
+        raise ValueError(f"dp_attention has all layers on each rank: pp is {flags.pp}")
     if flags.ep_num_redundant_experts or flags.eplb_rebalance_num_iterations:
         raise ValueError("dp_attention has no redundant experts and does not rebalance them")

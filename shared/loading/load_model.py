@@ -64,7 +64,7 @@ def load_model(
         shards = Stage(model_config, part, config.tp, stage=stage, num_stages=config.pp)
     elif ranks is not None:
         experts = first_experts(model_config, config)
-        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, config.dp_attention)
+        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, num_sharing(config))
     local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
     if config.load_format != "dummy" and (ranks is None or ranks.rank == 0):
@@ -128,10 +128,13 @@ def local_model_config(
     if config.pp > 1:
         assert ranks is not None
         model_config = stage_config(model_config, ranks.rank // config.tp, config.pp)
-    num_ranks = config.dp if config.dp_attention else config.tp
-    return shard_config(
-        model_config, num_ranks, config.ep, config.ep_num_redundant_experts, config.dp_attention
-    )
+    dp = num_sharing(config)
+    return shard_config(model_config, dp * config.tp, config.ep, config.ep_num_redundant_experts, dp)
+
+
+def num_sharing(config: EngineConfig) -> int:
+    """Replicas that share experts."""
+    return config.dp if config.dp_attention else 1
 
 
 def first_experts(model_config: ModelConfig, config: EngineConfig) -> ExpertMap | None:

@@ -27,45 +27,40 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 
 
 def shard_config(
-    config: ModelConfig, size: int, ep: int = 1, num_redundant: int = 0, experts_only: bool = False
+    config: ModelConfig, size: int, ep: int = 1, num_redundant: int = 0, dp: int = 1
 ) -> ModelConfig:
     """The model of one of `size` ranks: its heads and intermediate sizes. The vocabulary stays whole: the
     numbers of its rows differ by rank (`vocabulary_rows`). With `ep` parts a rank has 1/ep of the experts and
-    of the redundant ones. `experts_only`: all but the routed experts is whole. Raises `ValueError` for sizes
-    that cannot be divided."""
+    of the redundant ones. `dp` replicas share the routed experts: all else is divided among the ranks of one.
+    Raises `ValueError` for sizes that cannot be divided."""
     if size == 1:
         return config
-    kv_heads = config.num_kv_heads
-    sizes = {"num_qo_heads": config.num_qo_heads, "intermediate_size": config.intermediate_size}
-    if experts_only:
-        sizes = {}
-    moe = config.moe
+    kv_heads, tp, moe = config.num_kv_heads, size // dp, config.moe
+    sizes = {"num_qo_heads": (config.num_qo_heads, tp), "intermediate_size": (config.intermediate_size, tp)}
     if moe is not None:
-        sizes["moe.intermediate_size"] = moe.intermediate_size * ep
-        sizes["moe.shared_intermediate_size"] = 0 if experts_only else moe.shared_intermediate_size
-    for name, number in sizes.items():
-        if number % size != 0:
-            raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is not a multiple of it")
+        sizes["moe.intermediate_size"] = moe.intermediate_size * ep, size
+        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size, tp
+    for name, (number, num) in sizes.items():
+        if number % num != 0:
+            raise ValueError(f"tp={num}: {name} ({number}) of {config.architecture} is not a multiple of it")
     if ep > 1:
         _check_experts(config, ep, num_redundant)
     if moe is not None:
         moe = replace(
             moe,
             intermediate_size=moe.intermediate_size * ep // size,
-            shared_intermediate_size=moe.shared_intermediate_size // (1 if experts_only else size),
+            shared_intermediate_size=moe.shared_intermediate_size // tp,
             num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
-    if experts_only:
-        return replace(config, moe=moe)
-    if kv_heads % size != 0 and size % kv_heads != 0:
-        raise ValueError(f"tp={size}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
-    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
-        raise ValueError(f"tp={size}: a vocabulary of {config.vocab_size} has no rows for the last rank")
+    if kv_heads % tp != 0 and tp % kv_heads != 0:
+        raise ValueError(f"tp={tp}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
+    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
+        raise ValueError(f"tp={tp}: a vocabulary of {config.vocab_size} has no rows for the last rank")
     return replace(
         config,
-        num_qo_heads=config.num_qo_heads // size,
-        num_kv_heads=max(kv_heads // size, 1),
-        intermediate_size=config.intermediate_size // size,
+        num_qo_heads=config.num_qo_heads // tp,
+        num_kv_heads=max(kv_heads // tp, 1),
+        intermediate_size=config.intermediate_size // tp,
         moe=moe,
     )
 
@@ -90,13 +85,13 @@ class Shards:
     size: int
     ep: int = 1
     experts: ExpertMap | None = None  # with ep > 1: a row for each layer with experts, in their order
-    experts_only: bool = False  # all else is whole
+    dp: int = 1  # replicas that share the routed experts
 
     def __post_init__(self) -> None:
         num_redundant = 0
         if self.experts is not None:
             num_redundant = self.experts.physical_to_logical.shape[1] - self.experts.num_replicas.shape[1]
-        local_config = shard_config(self.config, self.size, self.ep, num_redundant, self.experts_only)
+        local_config = shard_config(self.config, self.size, self.ep, num_redundant, self.dp)
         object.__setattr__(self, "_whole", expected_shapes(self.config))
         object.__setattr__(self, "_local", expected_shapes(local_config))
         object.__setattr__(
@@ -128,7 +123,7 @@ class Shards:
 
     def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """What the rank loads for its part: zeros for a bias that another rank adds."""
-        rank = 0 if self.experts_only else self.rank
+        rank = self.rank % (self.size // self.dp)
         if _EXPERT.match(name):
             rank = self.rank % (self.size // self.ep)  # among the ranks that have parts of this expert
         is_added_elsewhere = rank > 0 and name.endswith(REDUCED_BIASES)
@@ -137,15 +132,17 @@ class Shards:
     def index(self, name: str) -> tuple[slice, ...]:
         """Where the rank's part of a weight (by its canonical name) is; (): all of it is. Unknown names too,
         which loading refuses."""
-        rank, size = self.rank, self.size
+        size = self.size // self.dp
+        rank = self.rank % size
         local_name, match = name, _EXPERT.match(name)
         if match is not None:  # divided among the ranks of its part
-            rank, size = rank % (size // self.ep), size // self.ep
+            size = self.size // self.ep
+            rank = self.rank % size
             local_name = f"{name[: match.start(2)]}0{name[match.end(2) :]}"
         whole: tuple[int, ...] = self._whole.get(name, ())  # type: ignore[attr-defined]
         local: tuple[int, ...] = self._local.get(local_name, ())  # type: ignore[attr-defined]
-        if name in VOCABULARY and not self.experts_only:
-            return (vocabulary_rows(whole[0], self.rank, self.size),)
+        if name in VOCABULARY and size > 1:
+            return (vocabulary_rows(whole[0], rank, size),)
         # --8<-- [start:cut-a-weight]
         for dim, (num_whole, num_local) in enumerate(zip(whole, local)):
             if num_whole != num_local:

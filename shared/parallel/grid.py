@@ -2,7 +2,8 @@
 
 The ranks of a stage are neighbours and have parts of its layers: sums over ranks stay among them. The ranks
 with the same part of all stages are a pipeline of their own: hidden states, which all ranks of a stage have
-as a whole, go from part to part.
+as a whole, go from part to part. Replicas that share experts stand in place of stages: tokens go among the
+ranks with the same part of all replicas.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ def join_ranks(
 ) -> Collectives:
     """The group of all ranks, which have joined its `grid` if they form one. All make the groups in this
     order."""
-    if config.tp == 1 or config.pp == 1:
-        return kind(store, rank, config.num_ranks, seconds)
+    what, num = ("replica", config.dp) if config.dp_attention else ("stage", config.pp)
+    if config.tp == 1 or num == 1:
+        return kind(store, rank, config.tp * num, seconds, *(["dp"] if config.dp_attention else []))
     from torch.distributed import PrefixStore
 
     def group(name: str, rank: int, size: int) -> Collectives:
         return kind(PrefixStore(name, store), rank, size, seconds, name)
 
-    ranks = kind(store, rank, config.num_ranks, seconds, "ranks")
+    ranks = kind(store, rank, config.tp * num, seconds, "ranks")
     # --8<-- [start:grid-of-ranks]
     stage, part = divmod(rank, config.tp)
-    tp = group(f"tp of stage {stage}", part, config.tp)
-    ranks.grid = Grid(tp, group(f"stages of part {part}", stage, config.pp))
+    tp = group(f"tp of {what} {stage}", part, config.tp)
+    ranks.grid = Grid(tp, group(f"{what}s of part {part}", stage, num))
     # --8<-- [end:grid-of-ranks]
     return ranks
 
@@ -44,11 +46,11 @@ def groups_of(ranks: Collectives) -> tuple[Collectives, ...]:
 
 def tp_of(ranks: Collectives, config: EngineConfig) -> Collectives | None:
     """The group of this rank whose ranks have parts of the same layers; None: it has whole layers."""
-    if config.dp_attention or config.tp == 1:
+    if config.tp == 1:
         return None
     return ranks.grid.tp if ranks.grid else ranks
 
 
 def stages_of(ranks: Collectives) -> Collectives:
-    """The pipeline of this rank."""
+    """The pipeline of this rank, or its part of all replicas."""
     return ranks.grid.stages if ranks.grid else ranks

@@ -15,6 +15,7 @@ import torch
 
 from diptych.shared.interfaces import Collectives, ModelRunner, MoE, Sampler, Scheduler, TopKOutput
 from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
+from diptych.shared.parallel.grid import stages_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
@@ -31,7 +32,9 @@ class DispatchInStep(ExpertDispatch):
     """Expert dispatch of ranks that begin each forward pass together."""
 
     def __init__(self, ranks: Collectives, ep: int) -> None:
-        self.ranks = ranks
+        """A replica may have several ranks, which have the same tokens. Then tokens go among ranks with the
+        same part, and the layer adds the outputs of the ranks of a replica, as it does without experts."""
+        self.ranks = stages_of(ranks)
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None
 

@@ -136,6 +136,7 @@ KILLED: dict[str, tuple[dict[str, Any], float | None]] = {
     "while it starts": ({"tp": 2}, None),
     "in a step": ({"tp": 2}, 0.3),
     "in a step with shared experts": ({"dp": 2, "dp_attention": True, "model": "tiny-moe"}, 0.3),
+    "in a step of divided replicas": ({"dp": 2, "tp": 2, "dp_attention": True, "model": "tiny-moe"}, 0.3),
     "in a padded step": ({"dp": 2, "dp_attention": True, "model": "tiny-moe", **PANELS["optimized"]}, 0.3),
     "in a verify step": (
         {"dp": 2, "dp_attention": True, "model": "tiny-moe", "speculative": "ngram", **PANELS["optimized"]},

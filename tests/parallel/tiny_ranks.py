@@ -95,13 +95,16 @@ def of_replicas(
     ep: int = 1,
     only: Sequence[str] = (),
 ) -> tuple[list[Req], list[ScheduleInStep]]:
-    """The requests (`only`: with these ids), finished, of replicas in step that take them in turn; and what
-    ran them."""
+    """The requests (`only`: with these ids), finished, of the ranks of replicas in step that take them in
+    turn; and what ran them."""
+
+    of_all = config.updated(dp=size, ep=ep, dp_attention=True)
 
     def run(dp: Collectives) -> tuple[list[Req], ScheduleInStep]:
-        assembly = assemble(config.updated(dp=size, ep=ep, dp_attention=True), clock=lambda: 0.0, tp=dp)
+        assembly = assemble(of_all, clock=lambda: 0.0, tp=dp)
         replica = ScheduleInStep(assembly.scheduler, assembly.parts.model_runner, dp)
-        own, step = [req for req in requests() if not only or req.rid in only][dp.rank :: size], 0
+        number = dp.rank // config.tp
+        own, step = [req for req in requests() if not only or req.rid in only][number::size], 0
         waiting = list(own)
         while dp.all_gather(torch.tensor([bool(waiting) or replica.has_work()])).any():
             assert step < MAX_STEPS, "requests do not end"
@@ -111,7 +114,9 @@ def of_replicas(
             step += 1
         return own, replica
 
-    found = on_ranks(size, run, seconds, impl=impl or collectives_of(config), in_turn=in_turn)
+    grid = of_all if config.tp > 1 else None
+    kind = impl or collectives_of(config)
+    found = on_ranks(size * config.tp, run, seconds, impl=kind, in_turn=in_turn, config=grid)
     reqs = sorted((req for own, _ in found for req in own), key=lambda req: req.rid)
     return reqs, [replica for _, replica in found]
 

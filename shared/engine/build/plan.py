@@ -20,7 +20,7 @@ from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
-from diptych.shared.parallel.grid import tp_of
+from diptych.shared.parallel.grid import groups_of, tp_of
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types.attention import KVScales
 
@@ -48,7 +48,7 @@ class Plan:
         """The groups, and the device whose memory each sends: all ranks of a pipeline send that of the
         CPU."""
         if self.config.pp == 1:
-            return [(ranks, self.device)]
+            return [(group, self.device) for group in groups_of(ranks)]
         of_stage = [] if self.tp is None else [(self.tp, self.device)]
         return [(ranks, torch.device("cpu")), *of_stage]
 

@@ -31,8 +31,9 @@ def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
 
 def config_in_step(config: EngineConfig, replica: int) -> EngineConfig:
     """The config of one of the config.dp replicas that step together. Raises `ValueError` likewise."""
-    what = f"dp={config.dp} replicas that share experts"
-    return config.updated(device=device_at(config.device or default_device(), replica, config.dp, what))
+    what = f"dp={config.dp} replicas of {config.tp} ranks that share experts"
+    num, device = config.dp * config.tp, config.device or default_device()
+    return config.updated(device=device_at(device, replica * config.tp, num, what))
 
 
 def device_at(device: str, place: int, num: int, what: str) -> str:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
+Wrap = Callable[[Assembly, Collectives], Assembly]
 
 
 def assemble_ranks(config: EngineConfig, time_limit: float | None = None) -> Assembly:
@@ -63,15 +64,22 @@ def assemble_ranks(config: EngineConfig, time_limit: float | None = None) -> Ass
 
 
 def assemble_lead(
-    config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
+    config: EngineConfig,
+    store: Store,
+    followers: Sequence[Child],
+    time_limit: float,
+    rank: int = 0,
+    wrap: Wrap | None = None,
 ) -> Assembly:
-    """The engine on rank 0, after the other ranks have been started. `config`: with this rank's device."""
+    """The engine on rank 0, or on the first rank of a replica, after the other ranks have been started.
+    `config`: with this rank's device. `wrap`: changes the assembly of each rank."""
     with started(followers):
         for follower in followers:
             follower.next_message(time_limit)  # ready: the group would wait long for a missing rank
-        tp = join_ranks(collectives_of(config), config, store, 0, time_limit)
+        tp = join_ranks(collectives_of(config), config, store, rank, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
+        assembly = wrap(assembly, tp) if wrap else assembly
         for follower in followers:
             follower.next_message(time_limit)
     lead = LeadScheduler(
@@ -236,7 +244,14 @@ def _follow_parent(config: EngineConfig, rank: int, path: str, time_limit: float
     follow(config, rank, lambda: open_store(path, config.num_ranks), time_limit, pipe)
 
 
-def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Channel) -> None:
+def follow(
+    config: EngineConfig,
+    rank: int,
+    connect: Any,
+    time_limit: float,
+    pipe: Channel,
+    wrap: Wrap | None = None,
+) -> None:
     """Repeat the calls of rank 0 until it ends, then end this process. `config`: with this rank's device.
     `connect` returns the store."""
     groups: Sequence[Collectives] = ()
@@ -248,6 +263,7 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
         groups = groups_of(tp)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
+        assembly = wrap(assembly, tp) if wrap else assembly
         inbox.start()
         while True:
             for call in inbox.calls(is_busy=False):

@@ -24,12 +24,21 @@ from diptych.shared.engine.processes.child import (
     started,
 )
 from diptych.shared.engine.processes.child_messages import Ready
-from diptych.shared.engine.processes.devices import config_in_step
-from diptych.shared.engine.processes.ranks import collectives_of, describe_ranks, finish_launched, have_ended
+from diptych.shared.engine.processes.devices import config_in_step, config_of_rank
+from diptych.shared.engine.processes.ranks import (
+    LeadScheduler,
+    assemble_lead,
+    collectives_of,
+    describe_ranks,
+    finish_launched,
+    follow,
+    have_ended,
+)
 from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, controlled, serve_calls
 from diptych.shared.engine.processes.watchdog import LIMIT, Watchdog
 from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from diptych.shared.parallel.channel import Channel
+from diptych.shared.parallel.grid import join_ranks
 from diptych.shared.parallel.meeting import local_store, open_store
 from diptych.shared.types import Req, StepOutput
 
@@ -86,7 +95,7 @@ class ControllerInStep(Controller):
     def __init__(self, config: EngineConfig, scheduler: Any, *of_controller: Any) -> None:
         """scheduler: the `ScheduleInStep` of the first replica."""
         super().__init__(config, scheduler, *of_controller)
-        self.dp: Collectives = scheduler.dp
+        self.dp: Collectives = scheduler.tp if isinstance(scheduler, LeadScheduler) else scheduler.dp
         others = self.replicas[1:]
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
             partial(describe_ranks, others, self.dp),
@@ -118,7 +127,7 @@ def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> A
     """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
     `EngineProcessEnded` if a replica cannot start."""
     time_limit = time_limit or config.dist_timeout
-    store = local_store(config.dp)
+    store = local_store(config.dp * config.tp)
     configs = [config_in_step(config, i) for i in range(config.dp)]
     others = [
         Child.spawn(f"replica {i}", _run_replica, configs[i], i, store.path, time_limit)
@@ -134,12 +143,31 @@ def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> A
     )
 
 
-def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: float) -> Assembly:
-    """Assemble one replica."""
-    dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
-    assembly = assemble(config, time.monotonic, tp=dp)
-    in_step = ScheduleInStep(assembly.scheduler, assembly.parts.model_runner, dp)
-    return replace(assembly, scheduler=in_step)
+def assemble_replica(config: EngineConfig, store: Any, replica: int, time_limit: float) -> Assembly:
+    """Assemble one replica, and start its other ranks, which repeat the calls of the first."""
+    first = replica * config.tp
+    if config.tp > 1:
+        followers = [
+            Child.spawn(
+                f"rank {part} of replica {replica}", _follow_replica,
+                config_of_rank(config, part, config.tp), first + part, store.path, time_limit,
+            )
+            for part in range(1, config.tp)
+        ]  # fmt: skip
+        return assemble_lead(config, store, followers, time_limit, first, wrap=in_step)
+    dp = join_ranks(collectives_of(config), config, store, first, time_limit)
+    return in_step(assemble(config, time.monotonic, tp=dp), dp)
+
+
+def in_step(assembly: Assembly, ranks: Collectives) -> Assembly:
+    """The same on one rank of a replica, with one pass in each step."""
+    scheduler = ScheduleInStep(assembly.scheduler, assembly.parts.model_runner, ranks)
+    return replace(assembly, scheduler=scheduler)
+
+
+def _follow_replica(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
+    """The main function of another rank of a replica."""
+    follow(config, rank, lambda: open_store(path, config.dp * config.tp), time_limit, pipe, wrap=in_step)
 
 
 def _run_replica(config: EngineConfig, rank: int, path: str, time_limit: float, pipe: Channel) -> None:
@@ -147,10 +175,10 @@ def _run_replica(config: EngineConfig, rank: int, path: str, time_limit: float, 
     log: Any = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
-        store = open_store(path, config.dp)
+        store = open_store(path, config.dp * config.tp)
         inbox.send(Ready())
         assembly = assemble_replica(config, store, rank, time_limit)
         scheduler: Any = assembly.scheduler
-        log = scheduler.dp.log.entries
+        log = (scheduler.tp if config.tp > 1 else scheduler.dp).log.entries
         inbox.start(assembly.parts.allocator.size)
         serve_calls(scheduler, assembly.grammars, inbox, steps_when_called=True)
