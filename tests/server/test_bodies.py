@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from diptych.shared.server.http import bodies
 from diptych.shared.server.http.errors import ApiError
@@ -170,3 +171,18 @@ def test_the_limits_of_marks(mark: bytes) -> None:
     bodies.check_size(mark * limit)
     with pytest.raises(ApiError, match=f"more than {what}"):
         bodies.check_size(mark * (limit + 1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"prompt": list(range(30_000)), "n": 1}),
+        '{"a": "' + "a" * 20_000 + '\\ud800", "x": [NaN, -Infinity, 1e400, 123456789012345678901234567890]}',
+        '{"a": 1, "a": 2, "b": "' + "é" * 20_000 + '"}',
+        "[" + "[]," * 2000 + "0]",
+    ],
+)
+def test_a_long_body_is_read_as_a_short_one(text: str) -> None:
+    """By one call or with pauses: the same values, those that only one of the two parsers takes included."""
+    found = bodies.read_body(TypeAdapter(Any), text.encode(), bodies._loads_with_pauses)
+    assert repr(found) == repr(json.loads(text))
