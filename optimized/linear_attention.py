@@ -33,6 +33,7 @@ from diptych.shared.types import ForwardBatch, ForwardMode
 class LinearAttention(interface.LinearAttention):
     supports_cuda_graph = True
     supports_drafts = True
+    supports_channel_decay = True
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool

@@ -34,6 +34,7 @@ class Tokens(NamedTuple):
 
 class LinearAttention(interface.LinearAttention):
     supports_drafts = True
+    supports_channel_decay = True
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
@@ -58,7 +59,8 @@ class LinearAttention(interface.LinearAttention):
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: list[Tokens]
     ) -> torch.Tensor:
         inputs, states = self.pool.inputs[layer.layer_id], self.pool.recurrent[layer.layer_id]
-        gates, outputs = torch.stack((g, beta), dim=1), []
+        num_heads, outputs = beta.shape[1], []
+        gates = torch.cat((g.flatten(1), beta), dim=1)
         # --8<-- [start:linear-attention-run]
         for row, start, end, is_first, are_drafts, num_accepted, stores in plan:
             if is_first:
@@ -68,7 +70,9 @@ class LinearAttention(interface.LinearAttention):
             all_u, all_gates = (torch.cat((old[:num_accepted], x)) for old, x in zip(held, new))
             seen, state = torch.cat((inputs[row], all_u)), states[row]
             q, k, v = split_heads(convolve(seen, layer.conv_weight), layer)
-            for n, token in enumerate(zip(q, k, v, *all_gates.unbind(1)), 1 - num_accepted):
+            all_g, all_beta = all_gates[:, :-num_heads], all_gates[:, -num_heads:]
+            tokens = zip(q, k, v, all_g.unflatten(1, (num_heads, -1)), all_beta)
+            for n, token in enumerate(tokens, 1 - num_accepted):
                 state, output = delta_rule(state, *token)
                 outputs += [output] if n > 0 else []
                 for target in [target for num, target in stores if num == n]:
@@ -117,9 +121,10 @@ def delta_rule(
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token. state [heads, k_head_dim, v_head_dim]; q, k [heads, k_head_dim];
-    v [heads, v_head_dim]; g, beta [heads] -> the new state, and the output
+    v [heads, v_head_dim]; g [heads, 1], or a decay for each channel of k (KDA)
+    [heads, k_head_dim]; beta [heads] -> the new state, and the output
     [heads, v_head_dim]."""
-    state = g.exp()[:, None, None] * state
+    state = g.exp()[:, :, None] * state
     remembered = torch.einsum("hkv,hk->hv", state, k)
     correction = beta[:, None] * (v - remembered)
     state = state + k[:, :, None] * correction[:, None, :]

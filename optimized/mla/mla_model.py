@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek-V2, V2-Lite and V3, in place of a decoder's attention.
+"""Multi-head latent attention (MLA) of DeepSeek-V2, V3 and Kimi-Linear, in place of a decoder's attention.
 
 Differs from reference: the two matrices that multiply the hidden states are one (qkv_proj, as in other
 decoders), and o_proj is left to the decoder layer, which adds its result to the residual stream. One kernel
@@ -60,8 +60,10 @@ class MLAAttention(MLAModules):
             return attention.backend.run(q, layer, attention.plan).flatten(1)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
         c, k_rope = kv_a.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        q_rope, k_rope = rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+        k_rope = k_rope.unsqueeze(1)
+        if rotary_emb is not None:
+            q_rope, k_rope = rotary_emb(positions, q_rope, k_rope)
+            q = torch.cat((q_nope, q_rope), dim=-1)
         row = torch.cat((norm(c.contiguous()).unsqueeze(1), k_rope), dim=-1)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, row, row)
-        q = torch.cat((q_nope, q_rope), dim=-1)
         return attention.backend.run(q, layer, attention.plan, k=row).flatten(1)

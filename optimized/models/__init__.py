@@ -16,6 +16,7 @@ CLASSES = {
     "gemma4": "diptych.optimized.models.gemma4_model:Gemma4ForCausalLM",
     "glm4": "diptych.optimized.models.gemma:Glm4ForCausalLM",
     "granite": "diptych.optimized.models.granite:GraniteForCausalLM",
+    "kimi_linear": "diptych.optimized.models.kimi_linear:KimiLinearForCausalLM",
     "llama4": "diptych.optimized.models.llama4:Llama4ForCausalLM",
     "minimax": "diptych.optimized.models.olmo:MiniMaxForCausalLM",
     "olmo": "diptych.optimized.models.olmo:OlmoForCausalLM",

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek-V2, V2-Lite and V3, in place of a decoder's attention."""
+"""Multi-head latent attention (MLA) of DeepSeek-V2, V3 and Kimi-Linear, in place of a decoder's attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class MLAAttention(MLAModules):
         q = q.view(-1, layer.num_qo_heads, layer.head_dim)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
         c, k_rope = self.kv_a_proj_with_mqa(x).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+        k_rope = k_rope.unsqueeze(1)
+        if self.rotary_emb is not None:
+            q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope)
         row = torch.cat((self.kv_a_layernorm(c).unsqueeze(1), k_rope), dim=-1)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, row, row)
         q = torch.cat((q_nope, q_rope), dim=-1)

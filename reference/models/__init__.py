@@ -16,6 +16,7 @@ CLASSES = {
     "granite": "diptych.reference.models.granite:GraniteForCausalLM",
     "minimax": "diptych.reference.models.olmo:MiniMaxForCausalLM",
     "olmo": "diptych.reference.models.olmo:OlmoForCausalLM",
+    "kimi_linear": "diptych.reference.models.kimi_linear:KimiLinearForCausalLM",
     "llama4": "diptych.reference.models.llama4:Llama4ForCausalLM",
     "qwen_next": "diptych.reference.models.qwen_next:QwenNextForCausalLM",
 }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from diptych.shared.config.fields import Fields
 from diptych.shared.config.hf_gemma4 import with_gemma4
-from diptych.shared.config.hf_linear_attention import with_linear_attention
+from diptych.shared.config.hf_linear_attention import KIMI_KEYS, with_kimi_linear, with_linear_attention
 from diptych.shared.config.hf_llama4 import with_llama4
 from diptych.shared.config.hf_small_families import (
     with_glm4_moe,
@@ -23,7 +23,7 @@ from diptych.shared.config.hf_windows import NO_WINDOWS, Windows
 from diptych.shared.config.model import ModelConfig, NormPlacement
 
 DecoderName = Literal[
-    "decoder", "gemma", "gemma4", "glm4", "granite", "llama4", "minimax", "olmo", "qwen_next"
+    "decoder", "gemma", "gemma4", "glm4", "granite", "kimi_linear", "llama4", "minimax", "olmo", "qwen_next"
 ]
 Names = tuple[tuple[str, str], ...]
 """Parts of a checkpoint's names, and what they are in canonical names."""
@@ -71,6 +71,7 @@ class Family:
     soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
 
     # the checkpoint
+    keys: Names = ()  # of config.json, and what they are elsewhere
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rows of FUSED or GROUPED
     names: Names = ()
     packed_experts: Literal["rows", "columns", "alternating columns"] = "rows"  # of gate and up
@@ -257,6 +258,22 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
     # the same, routed by a sigmoid and a bias for each expert
     "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
+    # KDA in three layers of four, latent attention without RoPE in the fourth; DeepSeek-V3's experts
+    "KimiLinearForCausalLM": Family(
+        "kimi_linear",
+        moe="deepseek-v3",
+        mla=True,
+        windows=Windows("other layer types"),
+        keys=KIMI_KEYS,
+        names=(
+            (".block_sparse_moe.", ".mlp."),
+            *((f".w{i}.", f".{name}_proj.") for i, name in ((1, "gate"), (2, "down"), (3, "up"))),
+            (".b_proj.", ".in_proj_b."),
+            (".o_norm.", ".norm."),
+            (".linear_attn.o_proj.", ".linear_attn.out_proj."),
+        ),
+        more=with_kimi_linear,
+    ),
 }
 
 

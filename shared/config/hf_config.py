@@ -70,6 +70,8 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     fields = Fields(hf_config, where)
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
+    same = {ours: fields.values[theirs] for theirs, ours in family.keys if theirs in fields}
+    fields = Fields({**fields.values, **same}, where)
     _refuse_unsupported(fields)
     attention_bias = fields.boolean("attention_bias", default=family.attention_bias)
     num_hidden_layers = fields.integer("num_hidden_layers")

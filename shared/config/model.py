@@ -106,14 +106,15 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Gated DeltaNet. A key head serves num_v_heads / num_k_heads value heads. A causal convolution runs over
-    the channels of q, k and v before the recurrence."""
+    """Gated DeltaNet, and KDA. A key head serves num_v_heads / num_k_heads value heads. A causal convolution
+    runs over the channels of q, k and v before the recurrence."""
 
     num_k_heads: int
     num_v_heads: int
     k_head_dim: int
     v_head_dim: int
     conv_kernel: int  # taps of the convolution, that of the token itself included
+    channel_decay: bool = False  # KDA: a head has a decay for each channel of k, and not one for all
 
     def __post_init__(self) -> None:
         if self.num_v_heads % self.num_k_heads != 0:
@@ -121,6 +122,9 @@ class LinearAttentionConfig:
                 f"linear_num_value_heads ({self.num_v_heads}) is no multiple of linear_num_key_heads "
                 f"({self.num_k_heads})"
             )
+
+        if self.channel_decay and self.num_v_heads != self.num_k_heads:
+            raise ValueError(f"channel_decay with {self.num_k_heads} key and {self.num_v_heads} value heads")
 
     @property
     def k_size(self) -> int:
@@ -131,9 +135,31 @@ class LinearAttentionConfig:
         return self.num_v_heads * self.v_head_dim
 
     @property
+    def num_decays(self) -> int:
+        """Of a value head and token."""
+        return self.k_head_dim if self.channel_decay else 1
+
+    @property
     def num_channels(self) -> int:
         """The convolution's channels: all heads of q, then of k, then of v."""
         return 2 * self.k_size + self.v_size
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The matrices that multiply the input, by name, and their rows."""
+        if not self.channel_decay:
+            qkv = {"in_proj_qkv": self.num_channels, "in_proj_z": self.v_size}
+            return {**qkv, "in_proj_b": self.num_v_heads, "in_proj_a": self.num_v_heads}
+        qkv = {"q_proj": self.k_size, "k_proj": self.k_size, "v_proj": self.v_size}
+        low_rank = {"f_a_proj": self.k_head_dim, "g_a_proj": self.v_head_dim}
+        return {**qkv, **low_rank, "in_proj_b": self.num_v_heads}
+
+    @property
+    def convolutions(self) -> dict[str, int]:
+        """Parts of the convolution's weight, by name, and their channels."""
+        if not self.channel_decay:
+            return {"conv1d": self.num_channels}
+        return {"q_conv1d": self.k_size, "k_conv1d": self.k_size, "v_conv1d": self.v_size}
 
 
 class KVHeads(NamedTuple):

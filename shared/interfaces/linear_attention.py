@@ -55,9 +55,9 @@ class StatePool:
         self.inputs = torch.zeros(*rows, *inputs, dtype=dtype, device=device)
         self.recurrent = torch.zeros(*rows, *state, dtype=wide, device=device)
         self.num_nodes = num_nodes
-        nodes, gates = (num_layers, num_rows + 1, num_nodes), (2, config.num_v_heads)
+        nodes, gates = (num_layers, num_rows + 1, num_nodes), config.num_v_heads * (config.num_decays + 1)
         self.held_inputs = torch.zeros(*nodes, config.num_channels, dtype=dtype, device=device)
-        self.held_gates = torch.zeros(*nodes, *gates, dtype=wide, device=device)  # g, beta
+        self.held_gates = torch.zeros(*nodes, gates, dtype=wide, device=device)  # g, beta
         self.num_seen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # tokens in the states
         self.loads: dict[int, int] = {}  # row -> the checkpoint that it goes on from
         self.stores: dict[int, list[StateStore]] = {}  # of a row
@@ -102,7 +102,7 @@ class StatePool:
         wide = torch.promote_types(dtype, torch.float32)
         inputs = (config.conv_kernel - 1 + num_nodes) * config.num_channels * dtype.itemsize
         state = config.num_v_heads * config.k_head_dim * config.v_head_dim * wide.itemsize
-        gates = 2 * num_nodes * config.num_v_heads * wide.itemsize
+        gates = num_nodes * config.num_v_heads * (config.num_decays + 1) * wide.itemsize
         return num_layers * (inputs + state + gates)
 
 
@@ -129,8 +129,9 @@ class LinearAttention(ABC):
 
     S = exp(g[t]) * S;  d = beta[t] * (v - Sᵀk);  S = S + k dᵀ;  o[t] = Sᵀq
 
-    in float32 at least. The state before a request's first token is zero, whatever its row holds. After `run`
-    the row of each request in the batch holds its state and its last conv_kernel - 1 inputs, and each
+    in float32 at least. With `channel_decay` (KDA: Kimi Linear, arXiv 2510.26692) g has a number for each row
+    of S, and not one for all. The state before a request's first token is zero, whatever its row holds. After
+    `run` the row of each request in the batch holds its state and its last conv_kernel - 1 inputs, and each
     checkpoint of `StatePool.begin` those of its position; no other row has changed, except row 0, which
     belongs to padding. Rows of other requests are not read: they may hold NaN.
 
@@ -140,13 +141,15 @@ class LinearAttention(ABC):
     many of them were accepted (`StatePool.num_accepted`): these come before its tokens, and nothing is kept
     of the others.
 
-    Drafts and CUDA graphs are optional. An object without `supports_drafts` gets no TARGET_VERIFY step. One
+    Drafts, CUDA graphs and decays of channels are optional. An object without `supports_drafts` gets no
+    TARGET_VERIFY step, one without `supports_channel_decay` no config with `channel_decay`. One
     with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose `run` may be captured once and
     replayed for other steps of the same form, each after a `replan`.
     """
 
     supports_cuda_graph: bool = False
     supports_drafts: bool = False
+    supports_channel_decay: bool = False
     is_deterministic: bool = False
     """The bits of an output and of a state depend on the request's tokens up to there alone: not on other
     requests, or on how its tokens, accepted drafts among them, are divided into steps."""
@@ -179,8 +182,9 @@ class LinearAttention(ABC):
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: Any
     ) -> torch.Tensor:
-        """u [num_tokens, num_channels]; g (at most 0), beta [num_tokens, num_v_heads] float32 -> o
-        [num_tokens, num_v_heads, v_head_dim] of u's dtype. Mutates the pool alone."""
+        """u [num_tokens, num_channels]; g (at most 0), beta [num_tokens, num_v_heads] float32; with
+        `channel_decay` g [num_tokens, num_v_heads, k_head_dim] -> o [num_tokens, num_v_heads, v_head_dim] of
+        u's dtype. Mutates the pool alone."""
 
     def for_batch(self, forward_batch: ForwardBatch) -> BatchLinearAttention:
         """What a model takes: this object, and its plan."""

@@ -9,6 +9,7 @@ for the three. What a family's checkpoints have is in its row of `diptych.shared
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -35,6 +36,7 @@ KV_SCALE = re.compile(
     r"(?:(kv_scale)|(?:k_proj\.)?(k)_scale|(?:v_proj\.)?(v)_scale|(k|v)_proj\.output_scale)"
 )
 _OF_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.\w+")
+_OF_ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -59,6 +61,9 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
     family = Family() if config is None else FAMILIES.get(config.architecture, Family())
     if config is not None and name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
+    match = _OF_ATTENTION.match(name)
+    if config is not None and match and int(match[1]) in config.linear_layers:
+        name = name.replace(".self_attn.", ".linear_attn.")  # Kimi-Linear has one name for both kinds
     for theirs, ours in family.names:
         name = name.replace(theirs, ours)
     parent, _, last = name.rpartition(".")
@@ -74,6 +79,9 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
         if router == "gate":
             return [WeightPart(f"{layer}.mlp.gate.weight", (), shape)]
         return [WeightPart(f"{layer}.mlp.experts.{expert_id}.{_MIXTRAL_PROJ[matrix]}.weight", (), shape)]
+    if name.endswith(".A_log"):  # [heads], or [1, 1, heads, 1]
+        index = tuple(slice(None) if size > 1 else 0 for size in shape) if len(shape) > 1 else ()
+        return [WeightPart(name, index, (math.prod(shape),))]
     if name.endswith(_CORRECTION_BIAS):
         return [WeightPart(name.replace(".gate.e_score_correction_bias", ".correction_bias"), (), shape)]
     match = _PACKED.fullmatch(name)
@@ -245,13 +253,15 @@ class _Shapes(dict[str, tuple[int, ...]]):
 
     def linear_attention(self, name: str, linear: LinearAttentionConfig) -> None:
         hidden_size = self.config.hidden_size
-        self.linear(f"{name}.in_proj_qkv", linear.num_channels, hidden_size)
-        self.linear(f"{name}.in_proj_z", linear.v_size, hidden_size)
-        self.linear(f"{name}.in_proj_b", linear.num_v_heads, hidden_size)
-        self.linear(f"{name}.in_proj_a", linear.num_v_heads, hidden_size)
-        self[f"{name}.conv1d.weight"] = (linear.num_channels, 1, linear.conv_kernel)
+        for part, size in linear.projections.items():
+            self.linear(f"{name}.{part}", size, hidden_size)
+        if linear.channel_decay:
+            self.linear(f"{name}.f_b_proj", linear.k_size, linear.k_head_dim)
+            self.linear(f"{name}.g_b_proj", linear.v_size, linear.v_head_dim)
+        for part, size in linear.convolutions.items():
+            self[f"{name}.{part}.weight"] = (size, 1, linear.conv_kernel)
         self[f"{name}.A_log"] = (linear.num_v_heads,)
-        self[f"{name}.dt_bias"] = (linear.num_v_heads,)
+        self[f"{name}.dt_bias"] = (linear.num_v_heads * linear.num_decays,)
         self[f"{name}.norm.weight"] = (linear.v_head_dim,)
         self.linear(f"{name}.out_proj", hidden_size, linear.v_size)
 

@@ -39,7 +39,7 @@ class MLAModules(nn.Module):
         self.o_proj = self.linear_class(num_heads * mla.v_head_dim, config.hidden_size, config.o_bias)
         self.rotary_emb = rotary_emb
         self.layer = MLALayer(
-            layer_id=layer_id,
+            layer_id=config.layer_of_kind(layer_id),
             num_qo_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim=config.head_dim,

@@ -68,7 +68,7 @@ def write_checkpoint(folder: Path, name: str) -> Path:
         mean, std = 0.0, 1.5 * shape[-1] ** -0.5
         if len(shape) == 1:
             mean, std = {"A_log": (-2.0, 2.0)}.get(key.rpartition(".")[2], (0.0, 0.2))
-            mean += float(key.endswith("linear_attn.norm.weight"))
+            mean += float(key.endswith("linear_attn.norm.weight") or ("kimi" in name and "norm" in key))
         elif "embed" in key or "lm_head" in key:
             std = 0.3 * (60 / shape[-1]) ** 0.5
         tensors[key] = torch.empty(shape).normal_(mean, std, generator=generator)

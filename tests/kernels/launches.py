@@ -357,6 +357,8 @@ def _launches() -> dict[str, Launch]:
         add(linear_attention, name, dtype)
         add(linear_attention, f"{name}-drafts", dtype, 4, 4)
         add(linear_attention, f"{name}-behind-drafts", dtype, 4)
+        add(linear_attention, f"{name}-kda", dtype, kda=True)
+        add(linear_attention, f"{name}-kda-drafts", dtype, 4, 4, kda=True)
     for rank in (16, 64, 128):
         for name, dtype in DTYPES.items():
             add(lora, f"r{rank}-{name}", rank, dtype)

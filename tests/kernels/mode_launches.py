@@ -73,10 +73,10 @@ def lora(rank: int, dtype: torch.dtype) -> None:
         expand_add(y, shrink(x, a, blocks), b, torch.empty(num_slots, len(sizes)), sizes, blocks)
 
 
-def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) -> None:
-    """Eight requests of one token and one of 100, in the sizes of Qwen3-Next, or eight of `num_nodes`. Rows
-    hold `num_held` nodes."""
-    config = LinearAttentionConfig(16, 32, 128, 128, 4)
+def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0, kda: bool = False) -> None:
+    """Eight requests of one token and one of 100, in the sizes of Qwen3-Next or Kimi-Linear, or eight of
+    `num_nodes`. Rows hold `num_held` nodes."""
+    config = LinearAttentionConfig(32 if kda else 16, 32, 128, 128, 4, channel_decay=kda)
     num_rows, heads, k_dim, v_dim = 20, config.num_v_heads, config.k_head_dim, config.v_head_dim
     num_requests, num_tokens = (8, 8 * num_nodes) if num_nodes else (9, 108)
     tables = [torch.empty(n, dtype=torch.int64) for n in (8, 1, num_tokens, 9 * num_requests, 2, 6)]
@@ -86,12 +86,12 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
         torch.empty(num_rows, config.conv_kernel - 1, config.num_channels, dtype=dtype),
         torch.empty(num_rows, heads, k_dim, v_dim),
         torch.empty(num_rows, num_held, config.num_channels, dtype=dtype),
-        torch.empty(num_rows, num_held, 2, heads),
+        torch.empty(num_rows, num_held, (config.num_decays + 1) * heads),
     )
-    projected = torch.empty(num_tokens, config.num_channels + config.v_size + 2 * heads, dtype=dtype)
-    u, z, b, a = projected.split([config.num_channels, config.v_size, heads, heads], dim=1)
+    sizes = [config.num_channels, config.v_size, heads, heads * config.num_decays]
+    u, z, b, a = torch.empty(num_tokens, sum(sizes), dtype=dtype).split(sizes, dim=1)
     weight = torch.empty(config.num_channels, config.conv_kernel, dtype=dtype)
-    g, beta = decay_and_beta(a, b, torch.empty(heads), torch.empty(heads))
+    g, beta = decay_and_beta(a, b, torch.empty(heads), torch.empty(sizes[3]))
     c, o = convolve(u, rows, weight, steps), u.new_empty(num_tokens, heads, v_dim)
     delta_rule(c, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     delta_chunks(c, g, beta, o, rows.states, config, steps)
@@ -99,7 +99,7 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0) 
     keep_inputs(u, g, beta, rows, steps)
     if not num_held:
         convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
-    norm_and_gate(o, z, torch.empty(v_dim), 1e-6)
+    norm_and_gate(o, z, torch.empty(v_dim), 1e-6, silu=not kda)
     gate_heads(o.flatten(1), z.unflatten(1, (heads, v_dim)))
 
 

@@ -16,6 +16,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import DiffusionParams, SamplingParams
+from tests.planted import Bug, Bugs
 
 # transformers computes prompts in chunks, in float32: its logits of size 19 are up to 1.1e-3 from those of
 # our recurrence in float64, ours in float32 up to 2.2e-4. A wrong model is 1e-1 away (`test_wrong_models`).
@@ -92,6 +93,30 @@ def test_wrong_models(changes: dict[str, Any], tmp_path: Path) -> None:
     assert difference.abs().max() > 30 * TOLERANCE
 
 
+BUGS = Bugs("Kimi-Linear")
+_MODEL, _CONFIG = "reference.models.kimi_linear", "shared.config.hf_linear_attention"
+for _name, _before, _after in (
+    ("SiluGate", "torch.sigmoid(z)", "F.silu(z)"),
+    ("DecayOfValues", "unflatten(1, (len(self.A_log), -1))", "unflatten(1, (-1, len(self.A_log))).mT"),
+):
+    _where = f"diptych.{_MODEL}.KimiLinearDecoderLayer.linear_attention_class"
+    BUGS.words(_name, f"{_MODEL}:KimiDeltaAttention", (_MODEL, _before, _after), where=_where)
+for _name, _before, _after in (
+    ("LayersCountFrom0", "frozenset(layer - 1 for", "frozenset(layer for"),
+    ("LatentAttentionRotates", "nope_layers=frozenset(range(num_layers))", "nope_layers=frozenset()"),
+):
+    _where = "diptych.shared.config.hf_config.parse_config"
+    BUGS.words(_name, "shared.config.hf_config:parse_config", (_CONFIG, _before, _after), where=_where)
+
+
+@BUGS.found_by(AssertionError, ValueError, honest=True)
+def test_wrong_kimi_linear(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant_in(monkeypatch)
+    hf_model, prompt = random_hf_model(HYBRID_CONFIGS["kimi-linear"]), prompt_of(20)
+    difference = greedy(load_saved(hf_model, tmp_path), prompt, 1)[1] - hf_greedy(hf_model, prompt, 1)[1]
+    assert difference.abs().max() < TOLERANCE
+
+
 PROMPT_LENS = (70, 51, 33, 1)
 
 
@@ -100,6 +125,9 @@ PROMPT_LENS = (70, 51, 33, 1)
     [
         ("qwen3.5", {"page_size": 1}),
         ("qwen3-next", {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True}),
+        ("kimi-linear", {"page_size": 1}),
+        ("kimi-linear", {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True}),
+        ("kimi-linear", {"page_size": 16, "chunked_prefill_size": 40}),
         pytest.param("qwen3.5-moe", {"page_size": 16, "chunked_prefill_size": 40}, marks=pytest.mark.full),
         # memory is short: requests are retracted and computed again
         ("qwen3.5", {"page_size": 1, "max_total_tokens": 180, "schedule_conservativeness": 0.01}),
@@ -130,11 +158,16 @@ GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
     ("name", "flags"),
     [
         ("qwen3.5", {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}}),
-        pytest.param(
-            "qwen3-next",
-            {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True},
-            marks=pytest.mark.full,
+        ("kimi-linear", {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}}),
+        *(
+            pytest.param(
+                name,
+                {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True},
+                marks=pytest.mark.full,
+            )
+            for name in ("qwen3-next", "kimi-linear")
         ),
+        pytest.param("kimi-linear", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
         pytest.param("qwen3.5-moe", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
         pytest.param(
             "qwen3.5-moe",
@@ -154,7 +187,9 @@ def test_optimized_engine(name: str, flags: dict[str, Any], tmp_path: Path) -> N
     """Prompts in chunks and mixed steps, whose states go on in the recurrent form, also in graphs."""
     hf_model = random_hf_model(HYBRID_CONFIGS[name])
     hf_model.save_pretrained(tmp_path)
-    prompts = [prompt_of(n, seed=n) for n in ((17,) if name == "qwen3.5" else PROMPT_LENS)]
+    prompts = [
+        prompt_of(n, seed=n) for n in ((17,) if flags.get("chunked_prefill_size") == 12 else PROMPT_LENS)
+    ]
     expected = [hf_greedy(hf_model, prompt, 4)[0] for prompt in prompts]
     fields = {"max_total_tokens": 1024, "max_running_requests": 8, "check_invariants": True, **flags}
     llm = LLM(model=str(tmp_path), device="cpu", panel="optimized", cuda_graph_bs=(2, 8), **fields)
@@ -192,9 +227,17 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", REFUSED, ids=str)
-def test_what_does_not_work_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -> None:
-    random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *(("qwen3.5", flags) for flags in REFUSED),
+        ("kimi-linear", {"tp": 2}),
+        ("kimi-linear", {"quantization": "fp8"}),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_is_refused_by_name(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    random_hf_model(HYBRID_CONFIGS[name]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="linear attention"):
         LLM(model=str(tmp_path), device="cpu", max_total_tokens=64, **{"panel": "reference", **flags})
 
@@ -208,6 +251,9 @@ def test_block_diffusion_is_refused(tmp_path: Path) -> None:
         llm.generate([[1, 2, 3]], params, diffusion=DiffusionParams(block_len=4, mask_id=5), progress=False)
 
 
+_KDA = HYBRID_CONFIGS["kimi-linear"]["linear_attn_config"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -216,12 +262,17 @@ def test_block_diffusion_is_refused(tmp_path: Path) -> None:
         ({"linear_num_value_heads": 5}, r"linear_num_value_heads \(5\) is no multiple"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ({"linear_key_head_dim": None}, "linear_key_head_dim is null"),
+        ({"mla_use_nope": False}, "mla_use_nope is False"),
+        ({"moe_router_activation_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"linear_attn_config": {**_KDA, "kda_layers": [0, 2, 3]}}, r"must name layers 1 to 5.*\[0, 2, 3\]"),
+        ({"linear_attn_config": {**_KDA, "num_heads": None}}, "linear_attn_config: num_heads is null"),
     ],
     ids=str,
 )
 def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
+    is_kimi = set(changes) & set(HYBRID_CONFIGS["kimi-linear"])
     with pytest.raises(ValueError, match=message):
-        parse_config({**HYBRID_CONFIGS["qwen3.5"], **changes})
+        parse_config({**HYBRID_CONFIGS["kimi-linear" if is_kimi else "qwen3.5"], **changes})
 
 
 def test_checkpoints_as_published(tmp_path: Path) -> None:

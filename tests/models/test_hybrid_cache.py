@@ -33,9 +33,9 @@ def panel(request: pytest.FixtureRequest) -> str:
 
 
 @cache
-def hf_model() -> Any:
+def hf_model(name: str = "qwen3.5") -> Any:
     """Its states decay slowly, so that answers depend on them after dozens of tokens."""
-    model = random_hf_model(HYBRID_CONFIGS["qwen3.5"])
+    model = random_hf_model(HYBRID_CONFIGS[name])
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.sub_(6.0)
@@ -43,15 +43,16 @@ def hf_model() -> Any:
 
 
 @cache
-def answer_of(prompt: tuple[int, ...]) -> list[int]:
-    return hf_greedy(hf_model(), list(prompt), NUM_NEW)[0]
+def answer_of(prompt: tuple[int, ...], name: str = "qwen3.5") -> list[int]:
+    return hf_greedy(hf_model(name), list(prompt), NUM_NEW)[0]
 
 
 class Engine:
     """An engine over the smallest model, on a grid of 8 tokens, and the right answers."""
 
-    def __init__(self, folder: Path, panel: str, **flags: Any) -> None:
-        hf_model().save_pretrained(folder)
+    def __init__(self, folder: Path, panel: str, name: str = "qwen3.5", **flags: Any) -> None:
+        self.name = name
+        hf_model(name).save_pretrained(folder)
         fields = {"max_total_tokens": 1024, "check_invariants": True, "max_running_requests": 8}
         fields = {**fields, "max_kept_states": 32, **flags}
         self.llm = LLM(model=str(folder), device="cpu", panel=panel, **fields)
@@ -63,7 +64,7 @@ class Engine:
         params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
         outputs = self.llm.generate(list(prompts), params, progress=False, **fields)
         for prompt, output in zip(prompts, outputs):
-            assert output.output_ids == answer_of(tuple(prompt))[:num_new]
+            assert output.output_ids == answer_of(tuple(prompt), self.name)[:num_new]
         return [output.num_cached_tokens for output in outputs]
 
 
@@ -73,10 +74,11 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_checkpoints, "ROLLING", 2 * GRID)
 
 
-def test_hits(tmp_path: Path, panel: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
+def test_hits(tmp_path: Path, panel: str, name: str) -> None:
     """The same prompt again, a longer one, one that parts from it, that one again, and what follows an
     answer. Which of them hit, and how deep, is exact: a cache that finds nothing fails, too."""
-    engine, prompt = Engine(tmp_path, panel), tokens(30)
+    engine, prompt = Engine(tmp_path, panel, name), tokens(30)
     assert engine.ask(prompt) == [0]
     assert engine.ask(prompt) == [24]
     assert engine.ask([*prompt, *tokens(9, seed=2)]) == [24]
@@ -86,7 +88,7 @@ def test_hits(tmp_path: Path, panel: str) -> None:
     assert engine.ask(tokens(8, seed=5)) == [0]
     assert engine.ask(tokens(8, seed=5)) == [0]  # the last token is always computed
     assert engine.ask(tokens(9, seed=5)) == [0]
-    answer = answer_of(tuple(prompt))
+    answer = answer_of(tuple(prompt), name)
     assert engine.ask([*prompt, *answer, *tokens(3)]) == [32]  # its rolling checkpoint
 
 

@@ -131,7 +131,7 @@ def _convolve_kernel(
 def _keep_inputs_kernel(
     u_ptr, g_ptr, beta_ptr, held_ptr, gates_ptr, inputs_ptr, requests_ptr, stores_ptr, accepted_ptr, STRIDE_U,
     C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, NUM_NODES: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    DECAYS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Keep the inputs of a step; of a verify step those of the nodes that it began with, and its own nodes
     beside them."""
@@ -169,10 +169,14 @@ def _keep_inputs_kernel(
         token = (first_token + node).to(tl.int64)
         tl.store(held_ptr + node * C + offs, tl.load(u_ptr + token * STRIDE_U + offs, mask=mask), mask=mask)
         if tl.program_id(1) == 0:
-            own_gates = gates_ptr + (row.to(tl.int64) * NODES + node) * (2 * HEADS) + offs
+            size: tl.constexpr = HEADS * DECAYS
+            own_gates = gates_ptr + (row.to(tl.int64) * NODES + node) * (size + HEADS) + offs
             is_head = offs < HEADS
-            tl.store(own_gates, tl.load(g_ptr + token * HEADS + offs, mask=is_head), mask=is_head)
-            tl.store(own_gates + HEADS, tl.load(beta_ptr + token * HEADS + offs, mask=is_head), mask=is_head)
+            for at in tl.static_range(0, size, BLOCK):
+                is_gate = offs + at < size
+                g = tl.load(g_ptr + token * size + at + offs, mask=is_gate)
+                tl.store(own_gates + at, g, mask=is_gate)
+            tl.store(own_gates + size, tl.load(beta_ptr + token * HEADS + offs, mask=is_head), mask=is_head)
 
 
 def _block(num_channels: int) -> int:
@@ -210,11 +214,11 @@ def keep_inputs(
     u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, rows: LayerRows, steps: LinearSteps
 ) -> None:
     """Update `inputs` of the rows and checkpoints of the step; in a verify step also what rows hold."""
-    num_channels, num_heads, block = u.shape[1], g.shape[1], _block(u.shape[1])
+    num_channels, num_heads, block = u.shape[1], beta.shape[1], _block(u.shape[1])
     assert num_heads <= block
     _keep_inputs_kernel[(steps.num_requests, triton.cdiv(num_channels, block))](
         u, g, beta, rows.held_inputs, rows.held_gates, rows.inputs, steps.requests, steps.stores,
         steps.accepted, u.stride(0), C=num_channels, TAPS=rows.inputs.shape[1] + 1,
-        NODES=rows.held_inputs.shape[1], NUM_NODES=steps.num_nodes, HEADS=num_heads, BLOCK=block,
-        **pdl_options(u),
+        NODES=rows.held_inputs.shape[1], NUM_NODES=steps.num_nodes, HEADS=num_heads,
+        DECAYS=g.numel() // beta.numel(), BLOCK=block, **pdl_options(u),
     )  # fmt: skip

@@ -49,10 +49,77 @@ def _as_columns(x, rows):
 
 
 @triton.jit
+def _running_sums_kernel(
+    g_ptr, decay_ptr, chunks_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr
+):
+    """G of a chunk: the sums of g up to each of its tokens."""
+    chunk_ptr = chunks_ptr + 3 * tl.program_id(0)
+    first, num_tokens = tl.load(chunk_ptr), tl.load(chunk_ptr + 1)
+    rows, columns = tl.arange(0, L), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < num_tokens)[:, None] & (columns < SIZE)[None, :]
+    tile = (first + rows)[:, None] * SIZE + columns[None, :]
+    tl.store(decay_ptr + tile, tl.cumsum(tl.load(g_ptr + tile, mask=mask, other=0.0), axis=0), mask=mask)
+
+
+@triton.jit
+def _channel_products_kernel(
+    c_ptr, scores_ptr, decay_ptr, chunks_ptr, scale,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Q K' * D, and behind those of all chunks K K' * D, where D has a factor for each channel."""
+    head, level = tl.program_id(1), tl.program_id(2)
+    chunk_ptr = chunks_ptr + 3 * tl.program_id(0)
+    first, num_tokens = tl.load(chunk_ptr), tl.load(chunk_ptr + 1)
+    rows, columns, is_there = tl.arange(0, L), tl.arange(0, BLOCK), tl.arange(0, L) < num_tokens
+    stride: tl.constexpr = HEADS * (2 * K + V)
+    q_ptr, G_ptr = c_ptr + first * stride + head * K, decay_ptr + (first * HEADS + head) * K
+    middle = ((rows >> level) | 1) << level
+    A, scores = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
+    q_squares, k_squares = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+    own = tl.zeros((L,), tl.float32)  # i = j
+    for at in range(0, K, BLOCK):
+        is_column = (at + columns < K)[None, :]
+        mask = is_there[:, None] & is_column
+        tile = rows[:, None] * stride + at + columns[None, :]
+        q = tl.load(q_ptr + tile, mask=mask, other=0.0)
+        k = tl.load(q_ptr + HEADS * K + tile, mask=mask, other=0.0)
+        q_squares += tl.sum(q * q, axis=1)
+        k_squares += tl.sum(k * k, axis=1)
+        own += tl.sum(q * k, axis=1)
+        # --8<-- [start:channel-decay]
+        # exp(G[i] - G[j]) = exp(G[i] - G[m]) exp(G[m] - G[j]): with m between i and j no
+        # factor exceeds 1. A level has the pairs of which i is in a block of 2 ** level rows
+        # and j in the one before, that the inverse joins; m is the first row of i's block.
+        tile = rows[:, None] * (HEADS * K) + at + columns[None, :]
+        G = tl.load(G_ptr + tile, mask=mask, other=0.0)
+        tile = middle[:, None] * (HEADS * K) + at + columns[None, :]
+        G -= tl.load(G_ptr + tile, mask=(middle < num_tokens)[:, None] & is_column, other=0.0)
+        factor = tl.exp(-tl.abs(G))
+        k *= factor
+        A += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        scores += tl.dot(q * factor, tl.trans(k), input_precision=PRECISION)
+        # --8<-- [end:channel-decay]
+    k_unit, q_unit = _inverse_length(k_squares), _inverse_length(q_squares) * scale
+    units = _as_columns(k_unit, rows)[None, :]
+    i, j = rows[:, None] >> level, rows[None, :] >> level
+    is_joined = (i == j + 1) & (j % 2 == 0)
+    scores_ptr += (tl.program_id(0).to(tl.int64) * HEADS + head) * (L * L)
+    scores_ptr += rows[:, None] * L + rows[None, :]
+    tl.store(scores_ptr, scores * q_unit[:, None] * units, mask=is_joined)
+    if level == 0:
+        diagonal = tl.where(rows[:, None] == rows[None, :], (own * q_unit * k_unit)[:, None], 0.0)
+        tl.store(scores_ptr, diagonal, mask=rows[:, None] <= rows[None, :])
+    scores_ptr += tl.num_programs(0).to(tl.int64) * (HEADS * L * L)
+    tl.store(scores_ptr, A * k_unit[:, None] * units, mask=is_joined)
+
+
+@triton.jit
 def _chunk_writes_kernel(
     c_ptr, g_ptr, beta_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, chunks_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     chunk_ptr = chunks_ptr + 3 * tl.program_id(0)
@@ -64,13 +131,15 @@ def _chunk_writes_kernel(
     q_ptr = c_ptr + first * stride + head // GROUP * K
     k_ptr, v_ptr = q_ptr + k_size, c_ptr + first * stride + 2 * k_size + head * V
     heads = first * HEADS + head
-    g = tl.load(g_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
+    if DECAYS == 1:
+        g = tl.load(g_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
     beta = tl.load(beta_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
-    G = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), axis=1)  # running sums
-    tl.store(decay_ptr + heads + rows * HEADS, G, mask=is_there)
-    # The mask comes before exp, which could overflow.
-    D = G[:, None] - _as_columns(G, rows)[None, :]
-    D = tl.exp(tl.where(rows[:, None] >= rows[None, :], D, float("-inf")))
+    if DECAYS == 1:
+        G = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), axis=1)  # running sums
+        tl.store(decay_ptr + heads + rows * HEADS, G, mask=is_there)
+        # The mask comes before exp, which could overflow.
+        D = G[:, None] - _as_columns(G, rows)[None, :]
+        D = tl.exp(tl.where(rows[:, None] >= rows[None, :], D, float("-inf")))
 
     A, scores = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
     q_squares, k_squares = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
@@ -80,14 +149,19 @@ def _chunk_writes_kernel(
         k = tl.load(k_ptr + at + tile, mask=mask, other=0.0)
         q_squares += tl.sum(q * q, axis=1)
         k_squares += tl.sum(k * k, axis=1)
-        A += tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if DECAYS == 1:
+            A += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
     k_unit, q_unit = _inverse_length(k_squares), _inverse_length(q_squares) * scale
-    D *= _as_columns(k_unit, rows)[None, :]
-    scores *= D * q_unit[:, None]
     scores_ptr += (tl.program_id(0).to(tl.int64) * HEADS + head) * (L * L)
-    tl.store(scores_ptr + rows[:, None] * L + rows[None, :], scores)
-    A *= D * (beta * k_unit)[:, None]
+    if DECAYS == 1:
+        D *= _as_columns(k_unit, rows)[None, :]
+        scores *= D * q_unit[:, None]
+        tl.store(scores_ptr + rows[:, None] * L + rows[None, :], scores)
+        A *= D * (beta * k_unit)[:, None]
+    else:
+        scores_ptr += tl.num_programs(0).to(tl.int64) * (HEADS * L * L)
+        A = tl.load(scores_ptr + rows[:, None] * L + rows[None, :]) * beta[:, None]
 
     # --8<-- [start:chunk-inverse]
     # T = (I + A)^-1 of ever larger blocks: that of ((P, 0), (R, Q)) has -Q^-1 R P^-1 below.
@@ -99,10 +173,22 @@ def _chunk_writes_kernel(
         T -= tl.dot(T, tl.dot(R, T, input_precision="tf32x3"), input_precision="tf32x3")
     # --8<-- [end:chunk-inverse]
 
-    reads = beta * k_unit * tl.exp(G)
+    reads = beta * k_unit
+    if DECAYS == 1:
+        reads *= tl.exp(G)
     for at in range(0, K, BLOCK):
         mask = is_there[:, None] & (at + columns < K)[None, :]
         k = tl.load(k_ptr + at + tile, mask=mask, other=0.0)
+        if DECAYS > 1:  # what the scan multiplies by the state, in place of q and k
+            G_ptr = decay_ptr + heads * K + at + columns[None, :]
+            G = tl.load(G_ptr + rows[:, None] * (HEADS * K), mask=mask, other=0.0)
+            G_end = tl.load(
+                G_ptr + (num_tokens - 1) * (HEADS * K), mask=(at + columns < K)[None, :], other=0.0
+            )
+            q = tl.load(q_ptr + at + tile, mask=mask, other=0.0) * q_unit[:, None]
+            tl.store(q_ptr + at + tile, q * tl.exp(G), mask=mask)
+            tl.store(k_ptr + at + tile, k * k_unit[:, None] * tl.exp(G_end - G), mask=mask)
+            k *= tl.exp(G)
         W = tl.dot(T, reads[:, None] * k, input_precision=PRECISION)
         tl.store(w_ptr + heads * K + at + rows[:, None] * (HEADS * K) + columns[None, :], W, mask=mask)
     for at in range(0, V, BLOCK):
@@ -116,7 +202,8 @@ def _chunk_writes_kernel(
 def _chunk_scan_kernel(
     c_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, o_ptr, states_ptr, order_ptr, requests_ptr, chunks_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     rows, k_offs = tl.arange(0, L), tl.arange(0, BLOCK_K)
@@ -140,21 +227,29 @@ def _chunk_scan_kernel(
         is_there, heads = rows < num_tokens, first * HEADS + head
         k_mask, v_mask = is_there[:, None] & (k_offs < K)[None, :], is_there[:, None] & (v_offs < V)[None, :]
         q_ptr = c_ptr + first * stride + head // GROUP * K
-        G_end = tl.load(decay_ptr + heads + (num_tokens - 1) * HEADS)
-        G = tl.load(decay_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
+        if DECAYS == 1:
+            G_end = tl.load(decay_ptr + heads + (num_tokens - 1) * HEADS)
+            G = tl.load(decay_ptr + heads + rows * HEADS, mask=is_there, other=0.0)
         W = tl.load(w_ptr + heads * K + w_tile, mask=k_mask, other=0.0)
         corrections = tl.load(u_ptr + heads * V + v_tile, mask=v_mask, other=0.0)
         corrections -= tl.dot(W, state, input_precision=PRECISION)
         q = tl.load(q_ptr + k_tile, mask=k_mask, other=0.0)
-        q_unit = _inverse_length(tl.sum(q * q, axis=1)) * scale * tl.exp(G)
-        o = tl.dot(q, state, input_precision=PRECISION) * q_unit[:, None]
+        if DECAYS == 1:
+            q_unit = _inverse_length(tl.sum(q * q, axis=1)) * scale * tl.exp(G)
+            o = tl.dot(q, state, input_precision=PRECISION) * q_unit[:, None]
+        else:
+            o = tl.dot(q, state, input_precision=PRECISION)
         scores_at = (chunk * HEADS + head) * (L * L)
         scores = tl.load(scores_ptr + scores_at + rows[:, None] * L + rows[None, :])
         o += tl.dot(scores, corrections, input_precision=PRECISION)
         tl.store(o_ptr + heads * V + v_tile, o.to(o_ptr.dtype.element_ty), mask=v_mask)
         k = tl.load(q_ptr + k_size + k_tile, mask=k_mask, other=0.0)
-        k_unit = _inverse_length(tl.sum(k * k, axis=1)) * tl.exp(G_end - G)
-        kept = tl.where(is_there, k_unit, 0.0)[:, None] * corrections
+        if DECAYS == 1:
+            k_unit = _inverse_length(tl.sum(k * k, axis=1)) * tl.exp(G_end - G)
+            kept = tl.where(is_there, k_unit, 0.0)[:, None] * corrections
+        else:
+            last = decay_ptr + (heads + (num_tokens - 1) * HEADS) * K + k_offs
+            G_end, kept = tl.load(last, mask=k_offs < K, other=0.0)[:, None], corrections
         state = state * tl.exp(G_end) + tl.dot(tl.trans(k), kept, input_precision=PRECISION)
         checkpoint = tl.load(chunks_ptr + 3 * chunk + 2)
         if checkpoint > 0:
@@ -182,15 +277,27 @@ def delta_chunks(
         "K": k_dim,
         "V": v_dim,
         "L": CHUNK,
+        "DECAYS": config.num_decays,
         # tf32 rounds less than an o of 16 bits. Three multiplications in tf32 are nearly one in float32.
         "PRECISION": "tf32x3" if o.dtype == torch.float32 else "tf32",
     }
     writes, reads = c.new_empty(len(c), heads, v_dim), c.new_empty(len(c), heads, k_dim)
-    scores, decay = c.new_empty(steps.num_chunks, heads, CHUNK, CHUNK), torch.empty_like(g)
+    num_products = 2 if config.channel_decay else 1
+    scores, decay = c.new_empty(num_products, steps.num_chunks, heads, CHUNK, CHUNK), torch.empty_like(g)
     scale, block_v = k_dim**-0.5, min(max(triton.next_power_of_2(v_dim), 16), 32)
+    levels = CHUNK.bit_length() - 1
+    if config.channel_decay:
+        size = heads * k_dim
+        _running_sums_kernel[(steps.num_chunks, triton.cdiv(size, 32))](
+            g, decay, steps.chunks, SIZE=size, BLOCK=32, L=CHUNK
+        )
+        _channel_products_kernel[(steps.num_chunks, heads, levels)](
+            c, scores, decay, steps.chunks, scale,
+            HEADS=heads, K=k_dim, V=v_dim, BLOCK=32, L=CHUNK, PRECISION=sizes["PRECISION"], num_stages=1,
+        )  # fmt: skip
     _chunk_writes_kernel[(steps.num_chunks, heads)](
         c, g, beta, writes, reads, scores, decay, steps.chunks, scale,
-        BLOCK=32, LEVELS=CHUNK.bit_length() - 1, num_stages=1, **sizes,
+        BLOCK=32, LEVELS=levels, num_stages=1, **sizes,
     )  # fmt: skip
     _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
         c, writes, reads, scores, decay, o, states, steps.long, steps.requests,

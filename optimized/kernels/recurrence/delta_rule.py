@@ -40,6 +40,16 @@ def unit(x, axis: tl.constexpr):
 
 
 @triton.jit
+def load_decay(g_ptr, k_offs, k_mask, DECAYS: tl.constexpr):
+    """g of a value head: a number, or [BLOCK_K, 1], one for each channel of k."""
+    if DECAYS == 1:
+        g = tl.load(g_ptr)
+    else:
+        g = tl.load(g_ptr + k_offs, mask=k_mask, other=0.0)[:, None]
+    return g
+
+
+@triton.jit
 def _write(state, k, v, g, beta):
     """The state behind a token."""
     state *= tl.exp(g)
@@ -53,7 +63,7 @@ def _delta_rule_kernel(
     order_ptr, requests_ptr, stores_ptr, accepted_ptr, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
     NODES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    DECAYS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(1), tl.load(order_ptr + tl.program_id(0))
     k_offs, v_offs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -76,7 +86,8 @@ def _delta_rule_kernel(
         num_accepted = tl.load(accepted_ptr + number)
         held_ptr += row * (NODES * C)
         inputs_ptr += row * ((TAPS - 1) * C)
-        gates_ptr += row * (NODES * 2 * HEADS) + head
+        GATES: tl.constexpr = (DECAYS + 1) * HEADS
+        gates_ptr += row * (NODES * GATES) + head * DECAYS
         for node in range(num_accepted):
             at = node - num_accepted
             k = convolved(
@@ -87,8 +98,8 @@ def _delta_rule_kernel(
                 held_ptr, held_ptr, inputs_ptr, weight_ptr, 0, num_accepted, at, 0, v_offs_c, v_mask, C,
                 C, TAPS,
             )  # fmt: skip
-            g = tl.load(gates_ptr + 2 * HEADS * node)
-            beta = tl.load(gates_ptr + 2 * HEADS * node + HEADS)
+            g = load_decay(gates_ptr + GATES * node, k_offs, k_mask, DECAYS)
+            beta = tl.load(gates_ptr + GATES * node + (HEADS * DECAYS - head * (DECAYS - 1)))
             state = _write(state, unit(k, 0), v, g, beta)
         if NUM_NODES > 0:
             tl.store(row_ptr + tile, state, mask=mask)
@@ -98,9 +109,12 @@ def _delta_rule_kernel(
         q = unit(tl.load(c_ptr + token * C + k_offs_c - k_size, mask=k_mask, other=0.0), 0) * scale
         k = unit(tl.load(c_ptr + token * C + k_offs_c, mask=k_mask, other=0.0), 0)
         v = tl.load(c_ptr + token * C + v_offs_c, mask=v_mask, other=0.0)
-        g, beta = tl.load(g_ptr + token * HEADS + head), tl.load(beta_ptr + token * HEADS + head)
+        g = load_decay(g_ptr + token * (HEADS * DECAYS) + head * DECAYS, k_offs, k_mask, DECAYS)
+        beta = tl.load(beta_ptr + token * HEADS + head)
         # What q reads of the new state, without waiting for it: of the old one, and of the correction.
         kept = tl.exp(g)
+        if DECAYS > 1:
+            state, kept = state * kept, 1.0
         read = kept * tl.sum(state * q[:, None], axis=0)
         correction = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
         o = read + tl.sum(q * k, axis=0) * correction
@@ -128,7 +142,8 @@ def delta_rule(
     steps: LinearSteps,
 ) -> None:
     """c [num_tokens, num_channels] float32, behind the convolution; g, beta [num_tokens, num_v_heads]
-    float32. Writes the rows of o [num_tokens, num_v_heads, v_head_dim] and the states that belong to requests
+    float32; g may be one for each channel of k. Writes the rows of o
+    [num_tokens, num_v_heads, v_head_dim] and the states that belong to requests
     of one token, or of the nodes of a verify step."""
     if not steps.num_single:
         return
@@ -140,5 +155,5 @@ def delta_rule(
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
         NUM_NODES=steps.num_nodes, BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16),
-        BLOCK_V=block_v, num_warps=num_warps, **pdl_options(c),
+        BLOCK_V=block_v, DECAYS=config.num_decays, num_warps=num_warps, **pdl_options(c),
     )  # fmt: skip

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from diptych.optimized.kernels.portable import pdl_options
 from diptych.optimized.kernels.recurrence.convolve import convolved
-from diptych.optimized.kernels.recurrence.delta_rule import tile, unit
+from diptych.optimized.kernels.recurrence.delta_rule import load_decay, tile, unit
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -40,7 +40,8 @@ def _delta_tokens_kernel(
     u_ptr, g_ptr, beta_ptr, o_ptr, states_ptr, inputs_ptr, held_ptr, gates_ptr, weight_ptr,
     requests_ptr, stores_ptr, accepted_ptr, num_nodes, stride_u, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
-    NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
+    NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAYS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     k_offs, v_offs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -56,7 +57,8 @@ def _delta_tokens_kernel(
     row_ptr = states_ptr + row * (HEADS * K * V)
     held_ptr += row * (NODES * C)
     inputs_ptr += row * ((TAPS - 1) * C)
-    gates_ptr += row * (NODES * 2 * HEADS) + head
+    GATES: tl.constexpr = (DECAYS + 1) * HEADS
+    gates_ptr += row * (NODES * GATES) + head * DECAYS
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if is_first == 0:
         state = tl.load(row_ptr + tile, mask=mask, other=0.0)
@@ -83,12 +85,12 @@ def _delta_tokens_kernel(
         q, k = unit(q, 0) * scale, unit(k, 0)
         token = (first_token + at).to(tl.int64)
         # --8<-- [start:one-loop]
-        gate = g_ptr + token * HEADS + head
+        gate = g_ptr + token * (HEADS * DECAYS) + head * DECAYS
         strength = beta_ptr + token * HEADS + head
         if at < 0:  # an accepted draft of the last step
-            gate = gates_ptr + 2 * HEADS * (at + num_accepted)
-            strength = gate + HEADS
-        state *= tl.exp(tl.load(gate))
+            gate = gates_ptr + GATES * (at + num_accepted)
+            strength = gate + (HEADS * DECAYS - head * (DECAYS - 1))
+        state *= tl.exp(load_decay(gate, k_offs, k_mask, DECAYS))
         correction = tl.load(strength) * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * correction[None, :]
         # --8<-- [end:one-loop]
@@ -122,6 +124,6 @@ def delta_tokens(
         steps.requests, steps.stores, steps.accepted, steps.num_nodes, u.stride(0), config.k_head_dim**-0.5,
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
-        BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16), BLOCK_V=block_v, num_warps=num_warps,
-        **pdl_options(u),
+        BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16), BLOCK_V=block_v,
+        DECAYS=config.num_decays, num_warps=num_warps, **pdl_options(u),
     )  # fmt: skip

@@ -18,34 +18,40 @@ from diptych.optimized.kernels.portable import pdl_options, rounded
 @triton.jit
 def _decay_and_beta_kernel(
     a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, stride_a, stride_b,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = heads < HEADS
-    dt_bias = tl.load(dt_bias_ptr + heads, mask=mask, other=0.0)
-    A = tl.exp(tl.load(A_log_ptr + heads, mask=mask, other=0.0))
+    token, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if DECAYS > 1:
+        offs += tl.program_id(1) * BLOCK
+    mask, is_head = offs < HEADS * DECAYS, offs < HEADS
+    dt_bias = tl.load(dt_bias_ptr + offs, mask=mask, other=0.0)
+    A = tl.exp(tl.load(A_log_ptr + offs // DECAYS, mask=mask, other=0.0))
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    a = tl.load(a_ptr + token * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + token * stride_a + offs, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * stride_b + offs, mask=is_head, other=0.0).to(tl.float32)
     x = a + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    tl.store(g_ptr + token * HEADS + heads, -A * softplus, mask=mask)
-    tl.store(beta_ptr + token * HEADS + heads, 1.0 / (1.0 + tl.exp(-b)), mask=mask)
+    tl.store(g_ptr + token * (HEADS * DECAYS) + offs, -A * softplus, mask=mask)
+    tl.store(beta_ptr + token * HEADS + offs, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
 
 
 def decay_and_beta(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a, b [num_tokens, heads]; A_log, dt_bias [heads] float32 -> g = -exp(A_log) * softplus(a + dt_bias) and
-    beta = sigmoid(b), float32."""
-    num_tokens, heads = a.shape
+    beta = sigmoid(b), float32. a and dt_bias may have several numbers for each head: then g is [num_tokens,
+    heads, so many]."""
+    (num_tokens, size), heads = a.shape, b.shape[1]
     assert a.stride(1) == b.stride(1) == 1
-    g, beta = (torch.empty(num_tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))
-    _decay_and_beta_kernel[(num_tokens,)](
+    shape = (num_tokens, heads) if size == heads else (num_tokens, heads, size // heads)
+    g = torch.empty(shape, dtype=torch.float32, device=a.device)
+    beta = torch.empty(num_tokens, heads, dtype=torch.float32, device=a.device)
+    block = triton.next_power_of_2(heads if size == heads else max(min(size, 512), heads))
+    _decay_and_beta_kernel[(num_tokens, triton.cdiv(size, block))](
         a, b, A_log, dt_bias, g, beta, a.stride(0), b.stride(0),
-        HEADS=heads, BLOCK=triton.next_power_of_2(heads), num_warps=1, **pdl_options(a),
+        HEADS=heads, DECAYS=size // heads, BLOCK=block, num_warps=1, **pdl_options(a),
     )  # fmt: skip
     return g, beta
 
@@ -53,7 +59,7 @@ def decay_and_beta(
 @triton.jit
 def _norm_and_gate_kernel(
     o_ptr, z_ptr, weight_ptr, y_ptr, eps, stride_z,
-    HEADS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    HEADS: tl.constexpr, V: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     token, head, offs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     mask = offs < V
@@ -64,19 +70,21 @@ def _norm_and_gate_kernel(
     o = tl.load(o_ptr + (token * HEADS + head) * V + offs, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + token * stride_z + head * V + offs, mask=mask, other=0.0).to(tl.float32)
     normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * weight
-    y = normed * z / (1.0 + tl.exp(-z))
+    y = (normed * z if SILU else normed) / (1.0 + tl.exp(-z))
     tl.store(y_ptr + (token * HEADS + head) * V + offs, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-def norm_and_gate(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_and_gate(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+) -> torch.Tensor:
     """o [num_tokens, heads, v_head_dim], z [num_tokens, heads * v_head_dim], weight [v_head_dim] float32 ->
-    the norm of each head of o times silu(z), of z's shape and dtype."""
+    the norm of each head of o times silu(z), or sigmoid(z), of z's shape and dtype."""
     num_tokens, heads, v_dim = o.shape
     assert z.stride(1) == 1
     y = torch.empty(num_tokens, heads * v_dim, dtype=z.dtype, device=z.device)
     _norm_and_gate_kernel[(num_tokens, heads)](
-        o, z, weight, y, eps, z.stride(0), HEADS=heads, V=v_dim, BLOCK=triton.next_power_of_2(v_dim),
-        num_warps=1, **pdl_options(z),
+        o, z, weight, y, eps, z.stride(0), HEADS=heads, V=v_dim, SILU=silu,
+        BLOCK=triton.next_power_of_2(v_dim), num_warps=1, **pdl_options(z),
     )  # fmt: skip
     return y
 

@@ -37,7 +37,7 @@ class LayerRows(NamedTuple):
     inputs: torch.Tensor  # [rows, taps - 1, num_channels]
     states: torch.Tensor  # [rows, num_v_heads, k_head_dim, v_head_dim]
     held_inputs: torch.Tensor  # [rows, nodes, num_channels]
-    held_gates: torch.Tensor  # [rows, nodes, 2, num_v_heads]: g, beta
+    held_gates: torch.Tensor  # [rows, nodes, num_v_heads * (num_decays + 1)]: g of all heads, then beta
 
 
 class LinearSteps(NamedTuple):

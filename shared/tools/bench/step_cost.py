@@ -29,6 +29,7 @@ GROUPS = {
     "in_proj_z": "in_proj",
     "in_proj_b": "in_proj",
     "in_proj_a": "in_proj",
+    **dict.fromkeys(("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"), "in_proj"),
     "out_proj": "out_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",

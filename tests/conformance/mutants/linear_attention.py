@@ -44,17 +44,22 @@ REFERENCE(
 )  # fmt: skip
 REFERENCE(
     "GatesAfterTheCorrection", "The state decays after the correction instead of before it.",
-    (FILE, "state = g.exp()[:, None, None] * state\n    remembered", "remembered"),
-    (FILE, "state = state + k[", "state = g.exp()[:, None, None] * state + k["),
+    (FILE, "state = g.exp()[:, :, None] * state\n    remembered", "remembered"),
+    (FILE, "state = state + k[", "state = g.exp()[:, :, None] * state + k["),
 )  # fmt: skip
 REFERENCE(
     "HeadsTakeTurns", "Value head h reads key head h % num_k_heads.",
     (FILE, "x.repeat_interleave(repeats, dim=1)", "x.repeat(1, repeats, 1)"),
 )  # fmt: skip
 REFERENCE(
+    "DecaysValues", "A decay for each channel is that of the channels of v.",
+    (FILE, "g.exp()[:, :, None] * state", "(g.exp()[:, :, None] if g.shape[1] == 1 else "
+     "torch.nn.functional.interpolate(g.exp()[:, None], state.shape[2])) * state"),
+)  # fmt: skip
+REFERENCE(
     "DividesByDecay", "The decay is taken as a quotient of two powers, which overflow.",
-    (FILE, "state = g.exp()[:, None, None] * state",
-     "e = (-g)[:, None, None].exp()\n    state = state / (e * e) * e"),
+    (FILE, "state = g.exp()[:, :, None] * state",
+     "e = (-g)[:, :, None].exp()\n    state = state / (e * e) * e"),
 )  # fmt: skip
 
 REFERENCE(

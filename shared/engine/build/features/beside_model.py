@@ -111,9 +111,13 @@ class LinearStates(Feature):
         plan, config = self.plan, self.plan.config
         # The last two send KV, and no states.
         refuse_flags(plan, "the linear attention", cuda_graph_block_len=config.cuda_graph_block_len)
+        impl, linear = plan.component("linear_attention"), plan.model_config.linear_attention
+        if linear is not None and linear.channel_decay:
+            refuse_flags(plan, "the linear attention", quantization=plan.model_config.quantization)
+            if not impl.supports_channel_decay:
+                raise ValueError(f"{impl.__name__} has no decay for each channel, which KDA has")
         if config.speculative is None:
             return
-        impl = plan.component("linear_attention")
         if not impl.supports_drafts:
             raise ValueError(f"speculative={config.speculative}: {impl.__name__} does not verify drafts")
         top_k = draft_shape(config).top_k

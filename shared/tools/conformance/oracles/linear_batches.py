@@ -33,6 +33,7 @@ class LinearCase(Case):
     conv_kernel: int = 4
     dtype: torch.dtype = torch.float32
     decay: float = 1.0  # scale of g
+    channel_decay: bool = False
     verify: tuple[int, ...] = ()
     num_nodes: int = 4
     seed: int = 0
@@ -52,14 +53,14 @@ class LinearCase(Case):
 
     @property
     def config(self) -> LinearAttentionConfig:
-        return LinearAttentionConfig(
-            self.num_k_heads, self.num_v_heads, self.k_head_dim, self.v_head_dim, self.conv_kernel
-        )
+        heads = self.num_k_heads, self.num_v_heads, self.k_head_dim, self.v_head_dim
+        return LinearAttentionConfig(*heads, self.conv_kernel, self.channel_decay)
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """All tokens of a request. u [n, num_channels]; g, beta [n, num_v_heads] float32."""
+    """All tokens of a request. u [n, num_channels]; g [n, num_v_heads], with `channel_decay` also
+    [.., k_head_dim], and beta [n, num_v_heads] float32."""
 
     u: torch.Tensor
     g: torch.Tensor
@@ -88,7 +89,7 @@ class World:
             num_drafts = self.case.num_nodes - lens[i] if is_verify else 0
             drafts = -tokens.u[:1], tokens.g[:1], tokens.beta[:1]
             for found, tensor, draft in zip(inputs, (tokens.u, tokens.g, tokens.beta), drafts):
-                found += [tensor[start:end], draft.expand(num_drafts, -1)]
+                found += [tensor[start:end], draft.expand(num_drafts, *draft.shape[1:])]
             spans.append((start, end + num_drafts))
         batch = forward_batch([self.rows[i] for i in reqs], spans, is_verify)
         return reqs, [torch.cat(found) for found in inputs], batch
@@ -152,10 +153,11 @@ def world_of(case: LinearCase) -> World:
         poison_(buffer)
     pool.num_seen.fill_(-2)  # as an earlier request may leave it
     weight = inputs.normal(config.num_channels, config.conv_kernel, dtype=case.dtype, std=0.5)
+    decays = (config.num_v_heads, config.k_head_dim)[: 1 + case.channel_decay]
     sequences = [
         Sequence(
             inputs.normal(num_tokens, config.num_channels, dtype=case.dtype),
-            -case.decay * inputs.uniform(num_tokens, config.num_v_heads),
+            -case.decay * inputs.uniform(num_tokens, *decays),
             inputs.uniform(num_tokens, config.num_v_heads),
         )
         for num_tokens in totals
@@ -183,7 +185,7 @@ def recurrence(
             q, k = (row[at : at + config.k_head_dim] for at in (k_start, config.k_size + k_start))
             q, k = (x / (x @ x + 1e-6).sqrt() for x in (q, k))
             v = row[v_start : v_start + config.v_head_dim]
-            state = g[t, head].exp() * states[head]
+            state = g[t, head].exp().view(-1, 1) * states[head]
             state = state + torch.outer(k, beta[t, head] * (v - state.T @ k))
             states[head], outputs[t, head] = state, state.T @ q / config.k_head_dim**0.5
     return outputs, states

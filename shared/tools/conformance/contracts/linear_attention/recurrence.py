@@ -137,6 +137,27 @@ def strong_decay(impl: type[LinearAttention], case: LinearCase) -> None:
 
 
 @contract(
+    "With a decay for each channel of k outputs and states are those of the recurrence, too, also where a "
+    "quotient of powers would overflow. An implementation without `supports_channel_decay` gets no such "
+    "config.",
+    table(
+        "steps decay verify k_head_dim v_head_dim dtype",
+        ("a prompt, unequal sizes", ((67,),), 1.0, (), 12, 20),
+        ("mixed", ((5, 0, 66), (1, 9, 1), (1, 1, 0), (1, 2, 1)), 0.1),
+        ("decay of e^-50 a token", ((70,), (3,)), 100.0),
+        ("drafts", ((5, 2), (1, 4), (3, 1), (1, 1)), 1.0, (1, 2)),
+        ("chunks, bfloat16", ((31,), (8,), (1,)), 1.0, (), 32, 16, HALF),
+        of=LinearCase,
+        channel_decay=True,
+        num_k_heads=4,
+    ),
+)
+def channel_decay(impl: type[LinearAttention], case: LinearCase) -> None:
+    if impl.supports_channel_decay and (impl.supports_drafts or not case.verify):
+        expect_recurrence(impl, case)
+
+
+@contract(
     "Drafts that the next step does not follow leave no trace: one of them is accepted, or all, or none; by "
     "verify steps and by others, in any order of rows. During a verify step the state is that before its "
     "tokens. An implementation without `supports_drafts` gets no such step.",
