@@ -12,7 +12,6 @@ from diptych.shared.modeling.delta_net_modules import KimiDeltaModules
 
 
 class KimiDeltaAttention(GatedDeltaNet, KimiDeltaModules):
-    # --8<-- [start:kimi-delta-attention]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         linear, wide = attention.linear, self.A_log.dtype
         assert linear is not None
@@ -25,7 +24,6 @@ class KimiDeltaAttention(GatedDeltaNet, KimiDeltaModules):
         z = self.g_b_proj(self.g_a_proj(x)).view_as(o).to(wide)
         o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm.weight
         return self.out_proj((o * torch.sigmoid(z)).to(x.dtype).flatten(1))
-        # --8<-- [end:kimi-delta-attention]
 
 
 class KimiLinearDecoderLayer(QwenNextDecoderLayer):

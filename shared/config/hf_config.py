@@ -70,9 +70,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     fields = Fields(hf_config, where)
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
-    same = {ours: fields.values[theirs] for theirs, ours in family.keys if theirs in fields}
-    fields = Fields({**fields.values, **same}, where)
-    _refuse_unsupported(fields)
+    fields = _renamed(fields, family)
     attention_bias = fields.boolean("attention_bias", default=family.attention_bias)
     num_hidden_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields) if family.mla else None
@@ -158,6 +156,13 @@ def _architecture(fields: Fields) -> tuple[str, int]:
         f"{fields.where}: architectures is {names!r:.80}, which is not supported; the nearest is {nearest}. "
         f"docs/models.md lists all, and says how to add one"
     )
+
+
+def _renamed(fields: Fields, family: Family) -> Fields:
+    """The keys by the names that other families have."""
+    _refuse_unsupported(fields)
+    same = {ours: fields.values[theirs] for theirs, ours in family.keys if theirs in fields}
+    return Fields({**fields.values, **same}, fields.where)
 
 
 def _refuse_unsupported(fields: Fields) -> None:

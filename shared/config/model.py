@@ -136,7 +136,7 @@ class LinearAttentionConfig:
 
     @property
     def num_decays(self) -> int:
-        """Of a value head and token."""
+        """Numbers of g for a value head and token."""
         return self.k_head_dim if self.channel_decay else 1
 
     @property

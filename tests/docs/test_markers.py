@@ -25,7 +25,6 @@ ONE_PANEL = {  # section of the reference: why its twin does not have it
     "speculative/draft_tree.py:accept-walk": "one kernel, ask-all-nodes of draft_accept.py",
     "models/qwen_next.py:gated-delta-net": "the same steps, in kernels",
     "models/qwen_next.py:gated-attention": "the same steps over one GEMM",
-    "models/kimi_linear.py:kimi-delta-attention": "the same steps, in kernels",
     "linear_attention.py:convolve": "a kernel, optimized/kernels/recurrence/convolve.py",
     "linear_attention.py:delta-rule": "a kernel, optimized/kernels/recurrence/delta_rule.py",
 }
