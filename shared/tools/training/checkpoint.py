@@ -20,7 +20,7 @@ repeating and small talk, in English. It is there to run, learn and test the eng
 knows nothing else.
 
 - `{architecture}`: {layers} layers, hidden size {hidden},
-  {heads} query and {kv_heads} key/value heads of 64{experts}.
+  {heads} query and {kv_heads} key/value heads of {head_dim}{experts}.
 - bfloat16 weights, tied embeddings, 2,048 positions (trained on chats of up to {row_len:,} tokens).
 - {vocab:,} tokens (byte-level BPE, one token a digit). The embedding has {rows:,} rows; the padded rows are
   trained to be improbable (together below one in a million wherever it was measured).
@@ -77,6 +77,7 @@ def save_record(folder: Path, record: dict[str, Any]) -> None:
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
         experts=experts,
         row_len=record["row_len"],
         vocab=VOCAB_SIZE,

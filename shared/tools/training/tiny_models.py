@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
 
@@ -26,7 +26,7 @@ _SHARED_SHAPE: dict[str, Any] = {
 
 
 # Optimizer steps of the published weights.
-NUM_STEPS = {"dense": 14_000, "moe": 10_500}
+NUM_STEPS = {"dense": 14_000, "moe": 10_500, "hybrid": 14_000}
 
 
 def dense_config(**overrides: Any) -> Qwen3Config:
@@ -48,9 +48,39 @@ def moe_config(**overrides: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**(_SHARED_SHAPE | shape | overrides))
 
 
+def hybrid_config(**overrides: Any) -> Qwen3_5TextConfig:
+    """About 0.5 M parameters: six layers of linear attention and two of attention, in the order of Qwen3.5.
+
+    The embedding has a row for each token, so few bytes call for a small hidden size, and the rest goes into
+    layers.
+    """
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        # A quarter of a head's 32 numbers turns, in three sections of angles for images, which texts share.
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+    return Qwen3_5TextConfig(**(_SHARED_SHAPE | shape | overrides))
+
+
 def model_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The config called `name`: dense or moe."""
-    configs = {"dense": dense_config, "moe": moe_config}
+    """The config called `name`: dense, moe or hybrid."""
+    configs = {"dense": dense_config, "moe": moe_config, "hybrid": hybrid_config}
     if name not in configs:
         raise ValueError(f"no built-in model is called {name!r}; there are: {', '.join(configs)}")
     return configs[name](**overrides)

@@ -27,14 +27,21 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from diptych.shared.tools.corpus.corpus import held_out_questions
 from diptych.shared.tools.corpus.evaluate import load_answers, score
 from diptych.shared.tools.training.checkpoint import save_checkpoint, save_record, score_record
+from diptych.shared.tools.training.hybrid_hidden import hybrid_hidden, spread_decays
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 from diptych.shared.tools.training.packing import Batch, PackedBatches, batch_loader
 from diptych.shared.tools.training.tiny_models import NUM_STEPS, model_config
 
+MAX_STEPS = 1_000_000  # of a training that the time ends
+
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What decides the result, together with the model's config."""
+    """What decides the result, together with the model's config.
+
+    With `seconds`, training ends then, `num_steps` is only a bound, and the learning rate falls with the time
+    that has passed.
+    """
 
     num_steps: int
     num_rows: int = 64
@@ -42,17 +49,18 @@ class TrainOptions:
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     seed: int = 0
+    seconds: float = 0.0
 
     @property
     def num_warmup_steps(self) -> int:
         return min(300, self.num_steps // 10)
 
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to zero."""
+    def learning_rate_at(self, step: int, share: float = 0.0) -> float:
+        """Linear warm-up, then a cosine down to zero. `share` of the time has passed, if that is bounded."""
         if step < self.num_warmup_steps:
             return self.learning_rate * (step + 1) / self.num_warmup_steps
         done = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (share if self.seconds else done)))
 
 
 class MasterAdamW:
@@ -110,15 +118,19 @@ def padding_loss(logits: torch.Tensor) -> torch.Tensor:
 
 def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Weighted next-token loss, padding loss and, for an MoE model, its routers' load-balancing loss."""
-    is_moe = hasattr(model.config, "num_experts_per_tok")
-    output = model.model(
-        input_ids=batch.input_ids,
-        attention_mask=document_mask(batch.document_ids),
-        position_ids=batch.positions,
-        use_cache=False,
-        **({"output_router_logits": True} if is_moe else {}),
-    )
-    logits = model.lm_head(output.last_hidden_state).flatten(0, 1).float()
+    is_moe, mask = hasattr(model.config, "num_experts_per_tok"), document_mask(batch.document_ids)
+    if is_hybrid(model.config):
+        hidden = hybrid_hidden(model, batch, mask)
+    else:
+        output = model.model(
+            input_ids=batch.input_ids,
+            attention_mask=mask,
+            position_ids=batch.positions,
+            use_cache=False,
+            **({"output_router_logits": True} if is_moe else {}),
+        )
+        hidden = output.last_hidden_state
+    logits = model.lm_head(hidden).flatten(0, 1).float()
     losses = functional.cross_entropy(logits, batch.target_ids.flatten(), reduction="none")
     loss = (losses * batch.weights.flatten()).sum() / batch.weights.sum()
     loss = loss + padding_loss(logits)
@@ -129,30 +141,45 @@ def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def is_hybrid(config: PretrainedConfig) -> bool:
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
 def train_steps(
     model: PreTrainedModel, batches: Iterable[Batch], options: TrainOptions, compile_model: bool = False
 ) -> Iterator[torch.Tensor]:
     """Train in place; yields each step's loss as a tensor, so that the loop does not synchronize."""
-    device = model.device
+    device, begin = model.device, time.monotonic()
     loss_fn = torch.compile(batch_loss) if compile_model else batch_loss
     optimizer = MasterAdamW(model, options)
     model.train()
+    compiled_at = begin
     for step, batch in enumerate(batches):
         loss = loss_fn(model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
         loss.backward()
-        optimizer.step(options.learning_rate_at(step))
+        now, end = time.monotonic(), begin + options.seconds
+        optimizer.step(
+            options.learning_rate_at(step, min(1.0, (now - compiled_at) / max(1e-9, end - compiled_at)))
+        )
         yield loss.detach()
+        if options.seconds and now >= end:
+            return
+        if step == 0:  # compiling is not a part of the schedule
+            compiled_at = time.monotonic()
 
 
 def new_model(config: PretrainedConfig, device: str, seed: int) -> PreTrainedModel:
     """Random weights: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slow."""
     set_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device=device, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if is_hybrid(config):
+        spread_decays(model)
+    return model.to(device=device, dtype=dtype)
 
 
-def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> float:
-    """Show loss and speed while training; returns the last loss."""
+def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> tuple[int, float]:
+    """Show loss and speed while training; returns the number of steps and the last loss."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -160,7 +187,7 @@ def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> f
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    start = time.monotonic()
+    start, step = time.monotonic(), 0
     loss = torch.tensor(math.nan)
     with Progress(*columns) as progress:
         task = progress.add_task("training", total=options.num_steps)
@@ -171,13 +198,14 @@ def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> f
                 progress.update(task, completed=step, description=description)
                 if step % 500 == 0 or step == options.num_steps:
                     progress.console.print(f"step {step}: {description}")
-    return loss.item()
+    return step, loss.item()
 
 
 def main(
     out: Annotated[Path, typer.Option(help="the model folder to write")],
-    model: Annotated[str, typer.Option(help="dense or moe")] = "dense",
+    model: Annotated[str, typer.Option(help="dense, moe or hybrid")] = "dense",
     steps: Annotated[int, typer.Option(help="optimizer steps; 0: as the published weights")] = 0,
+    seconds: Annotated[float, typer.Option(help="train so long instead, compilation included")] = 0.0,
     rows: Annotated[int, typer.Option(help="packed rows a step")] = 64,
     row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
@@ -192,15 +220,21 @@ def main(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     compiled = device == "cuda" if compiled is None else compiled
     workers = max(1, (os.cpu_count() or 2) - 2) if workers < 0 else workers
-    options = TrainOptions(steps or NUM_STEPS[model], rows, row_len, learning_rate, seed=seed)
+    if steps and seconds:
+        raise ValueError(f"--steps {steps} does not apply with --seconds {seconds:g}; give one of them")
+    num_steps = MAX_STEPS if seconds else steps or NUM_STEPS[model]
+    options = TrainOptions(num_steps, rows, row_len, learning_rate, seed=seed, seconds=seconds)
     if not (out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(), out)
 
     network = new_model(config, device, seed)
     dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
     start = time.monotonic()
-    loss = run_with_progress(train_steps(network, batch_loader(dataset, workers), options, compiled), options)
-    seconds = time.monotonic() - start
+    torch.set_float32_matmul_precision("high")  # what the weights' own dtype leaves to float32
+    steps_iterator = train_steps(network, batch_loader(dataset, workers), options, compiled)
+    num_steps, loss = run_with_progress(steps_iterator, options)
+    elapsed = time.monotonic() - start
+    torch.set_float32_matmul_precision("highest")
 
     save_checkpoint(network, out)
     # The score is that of the files just written: weights rounded to bfloat16, run in float32.
@@ -209,20 +243,21 @@ def main(
         "name": model,
         "command": (
             f"python -m diptych.shared.tools.training.train --model {model} --out {out} "
-            f"--steps {options.num_steps} "
+            f"{f'--seconds {seconds:g}' if seconds else f'--steps {num_steps}'} "
             f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}"
         ),
         "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "a CPU",
         "torch": torch.__version__,
-        "seconds": round(seconds, 1),
-        "num_tokens": options.num_steps * rows * row_len,
+        "seconds": round(elapsed, 1),
+        "num_steps": num_steps,
+        "num_tokens": num_steps * rows * row_len,
         "row_len": row_len,
         "num_parameters": network.num_parameters(),
         "final_loss": round(loss, 5),
         "held_out": score_record(result),
     }
     save_record(out, record)
-    typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {seconds:.0f} s of training")
+    typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {elapsed:.0f} s of training")
     for kind, exact in sorted(result.by_kind.items()):
         typer.echo(f"  {kind:14} {exact:.1%}")
 
