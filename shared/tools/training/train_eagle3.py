@@ -257,7 +257,7 @@ def main(
     workers = max(1, (os.cpu_count() or 2) - 2) if device == "cuda" else 0
     start = time.monotonic()
     losses = train_steps(head, network, batch_loader(dataset, workers), options, draft_steps)
-    loss = run_with_progress(losses, options)
+    _, loss = run_with_progress(losses, options)
     seconds = time.monotonic() - start
     command = (
         f"python -m diptych.shared.tools.training.train_eagle3 --out {out} --steps {steps} "
