@@ -67,7 +67,7 @@ def test_chunks_are_the_recurrence(decay: float, equal_keys: bool) -> None:
 
 def test_inverse_of_equal_keys_is_exact_in_float32() -> None:
     """A is one everywhere below the diagonal: the inverse has -1 beside its diagonal; powers reach 3e8."""
-    strict = torch.ones(32, 32)
+    strict = torch.ones(32, 32).tril(-1)
     expected = torch.eye(32) - torch.diag(torch.ones(31), -1)
     assert torch.equal(unit_lower_inverse(strict), expected)
 

@@ -62,10 +62,13 @@ def save_record(folder: Path, record: dict[str, Any]) -> None:
     """Write training.json, and the model card README.md from it and config.json.
 
     `record` holds name, command, device, torch, seconds, num_tokens, row_len, num_parameters, final_loss and
-    held_out (a `score_record`).
+    held_out (a `score_record`); started_from is the record of the training whose weights it began with.
     """
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     config = json.loads((folder / "config.json").read_text())
+    runs = [record]
+    while "started_from" in runs[0]:
+        runs.insert(0, runs[0]["started_from"])
     experts = ""
     if "num_experts" in config:
         experts = f", {config['num_experts']} experts of which a token uses {config['num_experts_per_tok']}"
@@ -84,9 +87,9 @@ def save_record(folder: Path, record: dict[str, Any]) -> None:
         rows=config["vocab_size"],
         exact=record["held_out"]["exact"],
         num_questions=record["held_out"]["num_questions"],
-        command=record["command"],
+        command="\n    ".join(each["command"] for each in runs),
         device=record["device"],
-        seconds=record["seconds"],
-        tokens=record["num_tokens"] / 1e6,
+        seconds=sum(each["seconds"] for each in runs),
+        tokens=sum(each["num_tokens"] for each in runs) / 1e6,
     )
     (folder / "README.md").write_text(card)

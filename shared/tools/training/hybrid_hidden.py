@@ -6,6 +6,7 @@ them, the states between them in a scan by doubling. torch.compile takes it as o
 transformers' modules.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,42 +19,72 @@ _EPS = 1e-6  # below the square root of a key's length, as in transformers
 
 
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
-    """(I + A)**-1 for the part A below the diagonal of `strict`: [..., n, n], n a power of two.
+    """(I + A)**-1 for A that is zero on and above the diagonal: [..., n, n], n a power of two.
 
     The inverse of [[L, 0], [B, R]] is [[L', 0], [-R' B L', R']], so blocks double from 1 to n. A sum of
-    powers of A needs fewer GEMMs, but its terms reach 1e8 for 32 equal keys. The gradient of the inverse X by
-    A is known, -X'GX': autograd only goes through the last line, which adds zero.
+    powers of A needs fewer GEMMs, but its terms reach 1e8 for 32 equal keys.
     """
     size = strict.shape[-1]
     index = torch.arange(size, device=strict.device)
     row, column = index[:, None], index[None, :]
-    strict = strict.masked_fill(row <= column, 0.0)
-    fixed = strict.detach()
-    inverse = (row == column).to(strict.dtype).expand_as(strict)
-    block = 1
+    inverse = (row == column).to(strict.dtype) - strict * (row // 2 == column // 2)
+    block = 2
     while block < size:
         # Below the diagonal, in one block of twice the size, and not in one block of this size.
         corner = (row // block != column // block) & (row // (2 * block) == column // (2 * block))
-        inverse = inverse - inverse @ (fixed * corner) @ inverse
+        inverse = inverse - inverse @ (strict * corner) @ inverse
         block *= 2
-    return inverse - inverse @ (strict - fixed) @ inverse
+    return inverse
 
 
-def states_before(transitions: torch.Tensor, additions: torch.Tensor) -> torch.Tensor:
-    """The state before each chunk: S of chunk c + 1 is transitions[c] S + additions[c], and zero before all.
+class UnitLowerSolve(torch.autograd.Function):
+    """Y with (I + A) Y = `rhs`. The gradient of A is the gradient of `rhs` times -Y'."""
 
-    Both have the shape [num_rows, num_heads, num_chunks, rows, columns]. Pairs of neighbours become one step,
-    then pairs of those: as many rounds of two GEMMs as num_chunks has bits.
+    @staticmethod
+    def forward(ctx: Any, strict: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+        inverse = unit_lower_inverse(strict)
+        solution = inverse @ rhs
+        ctx.save_for_backward(inverse, solution)
+        return solution
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inverse, solution = ctx.saved_tensors
+        of_rhs = inverse.mT @ grads[0]
+        return -(of_rhs @ solution.mT), of_rhs
+
+
+def scan(transitions: torch.Tensor, additions: torch.Tensor) -> torch.Tensor:
+    """The state S before each chunk: zero at first, and transitions[c] S + additions[c] after chunk c.
+
+    Shapes [num_chunks, ..., k_dim, k_dim] and [num_chunks, ..., k_dim, v_dim]. Two neighbors become one,
+    then pairs of those: as many rounds of one GEMM as num_chunks has bits.
     """
-    # Chunks first: a slice of them is then one block of memory, as batched GEMMs take it.
-    steps, sums = transitions.movedim(2, 0).contiguous(), additions.movedim(2, 0).contiguous()
-    reach = 1
-    while reach < len(sums) - 1:
+    k_dim, reach = transitions.shape[-1], 1
+    steps = torch.cat((transitions, additions), -1)
+    while reach < len(steps) - 1:
         later = steps[reach:]
-        sums = torch.cat((sums[:reach], sums[reach:] + later @ sums[:-reach]))
-        steps = torch.cat((steps[:reach], later @ steps[:-reach]))
+        both = later[..., :k_dim] @ steps[:-reach]
+        both = torch.cat((both[..., :k_dim], both[..., k_dim:] + later[..., k_dim:]), -1)
+        steps = torch.cat((steps[:reach], both))
         reach *= 2
-    return torch.cat((torch.zeros_like(sums[:1]), sums[:-1])).movedim(0, 2)
+    return torch.cat((torch.zeros_like(additions[:1]), steps[:-1, ..., k_dim:]))
+
+
+class Scan(torch.autograd.Function):
+    """`scan`, whose gradient is a scan from the last chunk to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, transitions: torch.Tensor, additions: torch.Tensor) -> torch.Tensor:
+        states = scan(transitions, additions)
+        ctx.save_for_backward(transitions, states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        transitions, states = ctx.saved_tensors
+        of_next = scan(transitions.flip(0).mT, grads[0].flip(0)).flip(0)  # of the state behind each chunk
+        return of_next @ states.mT, of_next
 
 
 def chunked_delta_rule(
@@ -70,30 +101,38 @@ def chunked_delta_rule(
     document_ids: [num_rows, row_len], equal ids side by side. row_len is a multiple of CHUNK_LEN.
     """
     num_rows, num_heads, row_len, k_dim = k.shape
+    v_dim = v.shape[-1]
     if row_len % CHUNK_LEN:
         raise ValueError(f"rows of {row_len} tokens; they must have a multiple of {CHUNK_LEN}")
-    shape = (num_rows, num_heads, row_len // CHUNK_LEN, CHUNK_LEN)
-    q, k, v, beta = q.view(*shape, -1), k.view(*shape, -1), v.view(*shape, -1), beta.view(*shape, 1)
-    total = g.view(shape).cumsum(-1)
-    ids = document_ids.view(num_rows, 1, -1, CHUNK_LEN)
+    # Chunks first: for `scan` a slice of them is one block of memory.
+    q, k, v, beta, g = (
+        part.view(num_rows, num_heads, -1, CHUNK_LEN, part.shape[-1]).permute(2, 0, 1, 3, 4)
+        for part in (q, k, v, beta[..., None], g[..., None])
+    )
+    total = g[..., 0].cumsum(-1)
+    ids = document_ids.view(num_rows, 1, -1, CHUNK_LEN).permute(2, 0, 1, 3)
     last = ids[..., -1:]
-    before = F.pad(last[:, :, :-1], (0, 0, 1, 0), value=-2)  # an id that no document has
+    before = F.pad(last[:-1], (0, 0, 0, 0, 0, 0, 1, 0), value=-2)  # an id that no document has
     # What is left of a write at token j when token i reads, of the state before the chunk, and at its end.
-    is_back = torch.ones(CHUNK_LEN, CHUNK_LEN, dtype=torch.bool, device=q.device).tril()
-    seen = (ids[..., :, None] == ids[..., None, :]) & is_back
+    index = torch.arange(CHUNK_LEN, device=q.device)
+    seen = (ids[..., :, None] == ids[..., None, :]) & (index[:, None] >= index)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
     of_state = (total.exp() * (ids == before))[..., None]
     to_end = ((total[..., -1:] - total).exp() * (ids == last))[..., None]
-
-    inverse = unit_lower_inverse(beta * (k @ k.mT) * decay)
-    writes = inverse @ (beta * v)  # what the tokens write if the state before the chunk is zero
-    reads = inverse @ (beta * of_state * k)  # and how much less per row of that state
-    kept_keys = (to_end * k).mT
     carried = (total[..., -1].exp() * (last == before)[..., 0])[..., None, None]
+
+    # GEMMs with a factor in common are one GEMM.
+    of_keys, of_queries = (torch.cat((k, q), -2) @ k.mT).split(CHUNK_LEN, -2)
+    strict = (beta * of_keys * decay).masked_fill(index[:, None] <= index, 0.0)
+    # What the tokens write if the state before the chunk is zero, and how much less for each of its rows.
+    solution = UnitLowerSolve.apply(strict, torch.cat((beta * v, beta * of_state * k), -1))
+    writes, reads = solution.split((v_dim, k_dim), -1)
+    additions, removals = ((to_end * k).mT @ solution).split((v_dim, k_dim), -1)
     identity = torch.eye(k_dim, dtype=k.dtype, device=k.device)
-    state = states_before(carried * identity - kept_keys @ reads, kept_keys @ writes)
-    corrections = writes - reads @ state
-    return (of_state * (q @ state) + ((q @ k.mT) * decay) @ corrections).flatten(2, 3)
+    states = Scan.apply(carried * identity - removals, additions)
+    read, output = (torch.cat((reads, of_state * q), -2) @ states).split(CHUNK_LEN, -2)
+    output = output + (of_queries * decay) @ (writes - read)
+    return output.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def causal_convolution(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -168,22 +207,32 @@ def _rotary(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> tuple[t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def hybrid_hidden(model: Any, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
+def hybrid_layer(
+    layer: Any, x: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+) -> torch.Tensor:
+    """A decoder layer of either kind."""
+    eps = layer.input_layernorm.eps
+    y = rms_norm(x, layer.input_layernorm.weight, eps)
+    if hasattr(layer, "linear_attn"):
+        x = x + gated_delta_net(layer.linear_attn, y, batch)
+    else:
+        x = x + gated_attention(layer.self_attn, y, rotary, mask, eps)
+    return x + layer.mlp(rms_norm(x, layer.post_attention_layernorm.weight, eps))
+
+
+def hybrid_hidden(
+    model: Any, batch: Batch, mask: torch.Tensor, layer_fn: Callable[..., torch.Tensor] = hybrid_layer
+) -> torch.Tensor:
     """Hidden states behind the last norm, [num_rows, row_len, hidden_size], of a `Qwen3_5ForCausalLM`.
 
-    `mask`: which tokens an attention layer reads, [num_rows, 1, row_len, row_len].
+    `mask`: which tokens an attention layer reads, [num_rows, 1, row_len, row_len]. `layer_fn` may be
+    `hybrid_layer` compiled: one compilation for each kind of layers takes less time than one of the model.
     """
-    inner, eps = model.model, model.config.rms_norm_eps
-    x = inner.embed_tokens(batch.input_ids)
+    x = model.model.embed_tokens(batch.input_ids)
     rotary = _rotary(model.config, batch.positions, x.dtype)
-    for layer, kind in zip(inner.layers, model.config.layer_types):
-        y = rms_norm(x, layer.input_layernorm.weight, eps)
-        if kind == "linear_attention":
-            x = x + gated_delta_net(layer.linear_attn, y, batch)
-        else:
-            x = x + gated_attention(layer.self_attn, y, rotary, mask, eps)
-        x = x + layer.mlp(rms_norm(x, layer.post_attention_layernorm.weight, eps))
-    return rms_norm(x, inner.norm.weight, eps)
+    for layer in model.model.layers:
+        x = layer_fn(layer, x, batch, rotary, mask)
+    return rms_norm(x, model.model.norm.weight, model.config.rms_norm_eps)
 
 
 @torch.no_grad()

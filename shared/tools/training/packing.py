@@ -108,7 +108,9 @@ def pack(documents: list[Document], num_rows: int, row_len: int, pad_id: int) ->
 class PackedBatches(Dataset[Any]):
     """Batch i depends on (seed, i) alone, whichever worker makes it."""
 
-    def __init__(self, tokenizer_json: str, seed: int, num_batches: int, num_rows: int, row_len: int) -> None:
+    def __init__(
+        self, tokenizer_json: str, seed: int | str, num_batches: int, num_rows: int, row_len: int
+    ) -> None:
         self.tokenizer_json, self.seed = tokenizer_json, seed
         self.num_batches, self.num_rows, self.row_len = num_batches, num_rows, row_len
         self._encoder: ChatEncoder | None = None

@@ -3,13 +3,14 @@
 python -m diptych.shared.tools.training.train --model dense --out shared/assets/tiny-dense
 """
 
+import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,13 +22,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
 
 from diptych.shared.tools.corpus.corpus import held_out_questions
 from diptych.shared.tools.corpus.evaluate import load_answers, score
 from diptych.shared.tools.training.checkpoint import save_checkpoint, save_record, score_record
-from diptych.shared.tools.training.hybrid_hidden import hybrid_hidden, spread_decays
+from diptych.shared.tools.training.hybrid_hidden import hybrid_hidden, hybrid_layer, spread_decays
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 from diptych.shared.tools.training.packing import Batch, PackedBatches, batch_loader
 from diptych.shared.tools.training.tiny_models import NUM_STEPS, model_config
@@ -116,29 +118,46 @@ def padding_loss(logits: torch.Tensor) -> torch.Tensor:
     return 0.01 * functional.softplus(log_prob + 16).mean()
 
 
-def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Weighted next-token loss, padding loss and, for an MoE model, its routers' load-balancing loss."""
-    is_moe, mask = hasattr(model.config, "num_experts_per_tok"), document_mask(batch.document_ids)
-    if is_hybrid(model.config):
-        hidden = hybrid_hidden(model, batch, mask)
-    else:
-        output = model.model(
-            input_ids=batch.input_ids,
-            attention_mask=mask,
-            position_ids=batch.positions,
-            use_cache=False,
-            **({"output_router_logits": True} if is_moe else {}),
-        )
-        hidden = output.last_hidden_state
-    logits = model.lm_head(hidden).flatten(0, 1).float()
+def token_loss(hidden: torch.Tensor, lm_head: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Weighted next-token loss and padding loss."""
+    logits = functional.linear(hidden, lm_head).flatten(0, 1).float()
     losses = functional.cross_entropy(logits, batch.target_ids.flatten(), reduction="none")
     loss = (losses * batch.weights.flatten()).sum() / batch.weights.sum()
-    loss = loss + padding_loss(logits)
+    return loss + padding_loss(logits)
+
+
+def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """`token_loss` and, for an MoE model, its routers' load-balancing loss."""
+    is_moe = hasattr(model.config, "num_experts_per_tok")
+    output = model.model(
+        input_ids=batch.input_ids,
+        attention_mask=document_mask(batch.document_ids),
+        position_ids=batch.positions,
+        use_cache=False,
+        **({"output_router_logits": True} if is_moe else {}),
+    )
+    loss = token_loss(output.last_hidden_state, model.lm_head.weight, batch)
     if is_moe:
         top_k = model.config.num_experts_per_tok
         balance = sum(load_balancing_loss(layer.flatten(0, -2), top_k) for layer in output.router_logits)
         loss = loss + model.config.router_aux_loss_coef * balance / len(output.router_logits)
     return loss
+
+
+def loss_function(
+    config: PretrainedConfig, compiled: bool
+) -> Callable[[PreTrainedModel, Batch], torch.Tensor]:
+    """Dense and MoE models are compiled whole; of a hybrid model each kind of layers, and the loss."""
+    compile_fn: Any = torch.compile if compiled else lambda function: function
+    if not is_hybrid(config):
+        return compile_fn(batch_loss)
+    layer_fn, loss_fn = compile_fn(hybrid_layer), compile_fn(token_loss)
+
+    def hybrid_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        hidden = hybrid_hidden(model, batch, document_mask(batch.document_ids), layer_fn)
+        return loss_fn(hidden, model.lm_head.weight, batch)
+
+    return hybrid_loss
 
 
 def is_hybrid(config: PretrainedConfig) -> bool:
@@ -150,7 +169,7 @@ def train_steps(
 ) -> Iterator[torch.Tensor]:
     """Train in place; yields each step's loss as a tensor, so that the loop does not synchronize."""
     device, begin = model.device, time.monotonic()
-    loss_fn = torch.compile(batch_loss) if compile_model else batch_loss
+    loss_fn = loss_function(model.config, compile_model)
     optimizer = MasterAdamW(model, options)
     model.train()
     compiled_at = begin
@@ -176,6 +195,12 @@ def new_model(config: PretrainedConfig, device: str, seed: int) -> PreTrainedMod
     if is_hybrid(config):
         spread_decays(model)
     return model.to(device=device, dtype=dtype)
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a model of `save_checkpoint`, with the head that is its embedding."""
+    weights = load_file(folder / "model.safetensors")
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
 
 
 def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> tuple[int, float]:
@@ -210,6 +235,7 @@ def main(
     row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     seed: Annotated[int, typer.Option(help="seeds the weights and the training text")] = 0,
+    start: Annotated[Path | None, typer.Option(help="go on from the weights of this trained folder")] = None,
     workers: Annotated[int, typer.Option(help="processes that write text ahead; -1: all cores but two")] = -1,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="default: on a GPU")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
@@ -227,24 +253,28 @@ def main(
     if not (out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(), out)
 
-    network = new_model(config, device, seed)
+    network, record = new_model(config, device, seed), dict[str, Any]()
+    if start is not None:
+        network.load_state_dict(load_weights(start))
+        record = {"started_from": json.loads((start / "training.json").read_text())}
     dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
-    start = time.monotonic()
+    begin = time.monotonic()
     torch.set_float32_matmul_precision("high")  # what the weights' own dtype leaves to float32
     steps_iterator = train_steps(network, batch_loader(dataset, workers), options, compiled)
     num_steps, loss = run_with_progress(steps_iterator, options)
-    elapsed = time.monotonic() - start
+    elapsed = time.monotonic() - begin
     torch.set_float32_matmul_precision("highest")
 
     save_checkpoint(network, out)
     # The score is that of the files just written: weights rounded to bfloat16, run in float32.
     result = score(load_answers(out, device), held_out_questions(questions))
-    record = {
+    record |= {
         "name": model,
         "command": (
             f"python -m diptych.shared.tools.training.train --model {model} --out {out} "
             f"{f'--seconds {seconds:g}' if seconds else f'--steps {num_steps}'} "
             f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}"
+            f"{f' --start {start}' if start else ''}"
         ),
         "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "a CPU",
         "torch": torch.__version__,
