@@ -52,10 +52,11 @@ def draw_pool(llm: LLM, title: str = "", pages_per_row: int = 20) -> None:
     axes.imshow(
         grid.reshape(num_rows, row_len), cmap=ListedColormap(COLOURS), vmin=-0.5, vmax=4.5, aspect="auto"
     )
-    for column in range(1, row_len):
-        axes.axvline(column - 0.5, color="white", linewidth=3 if column % page_size == 0 else 0.5)
-    for row in range(1, num_rows):
-        axes.axhline(row - 0.5, color="white", linewidth=2)
+    pages, slots = (np.arange(1, row_len) % page_size == 0), np.arange(1, row_len) - 0.5
+    for columns, width in ((slots[~pages], 0.5), (slots[pages], 3)):
+        axes.plot(*_parallel(columns, num_rows), color="white", linewidth=width)
+    axes.plot(*reversed(_parallel(np.arange(1, num_rows) - 0.5, row_len)), color="white", linewidth=2)
+    axes.set(xlim=(-0.5, row_len - 0.5), ylim=(num_rows - 0.5, -0.5))
     axes.set_axis_off()
     axes.set_title(title, loc="left", fontsize=10)
     patches = [Patch(color=colour, label=kind) for kind, colour in zip(KINDS, COLOURS)]
@@ -63,6 +64,12 @@ def draw_pool(llm: LLM, title: str = "", pages_per_row: int = 20) -> None:
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=3, frameon=False, fontsize=8
     )
     plt.show()
+
+
+def _parallel(places: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lines at these places as one line with gaps, which takes a tenth of the bytes of a picture."""
+    ends = np.tile([-0.5, length - 0.5, np.nan], len(places))
+    return np.repeat(places, 3), ends
 
 
 def draw_tree(llm: LLM, title: str = "") -> None:

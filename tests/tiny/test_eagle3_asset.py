@@ -10,6 +10,9 @@ from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.loading.draft_weights import draft_shapes, iterate_draft_weights
 from diptych.shared.loading.model_path import ASSETS, builtin_models
 from diptych.shared.tools.training.acceptance import measure_acceptance, save_card
+from diptych.shared.tools.training.draft_vocabulary import cut
+from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
+from diptych.shared.tools.training.tiny_models import IM_END_ID
 from diptych.shared.tools.training.train_eagle3 import TARGET, TARGET_LAYERS
 from diptych.shared.types import DraftShape
 
@@ -25,15 +28,41 @@ def test_it_is_in_the_public_format() -> None:
     config = read_draft_config(FOLDER, read_config(TARGET))
     assert (config.draft_format, config.target_layers) == ("eagle3", TARGET_LAYERS)
     weights = dict(iterate_draft_weights(FOLDER))
-    expected = {**draft_shapes(config), "lm_head.weight": (1920, 256), "d2t": (1920,), "t2d": (1920,)}
+    expected = {**draft_shapes(config), "lm_head.weight": (1088, 256), "d2t": (1088,), "t2d": (1920,)}
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == expected
     floats = [tensor for tensor in weights.values() if tensor.is_floating_point()]
     assert {tensor.dtype for tensor in floats} == {torch.bfloat16}
     assert sum(tensor.numel() for tensor in floats) == record()["num_parameters"]
 
 
+def test_its_vocabulary_is_a_part_of_the_targets() -> None:
+    """d2t leads to tokens in order; the one that ends an answer is among them."""
+    weights = dict(iterate_draft_weights(FOLDER))
+    token_ids = torch.arange(1088) + weights["d2t"]
+    assert token_ids.tolist() == sorted(set(token_ids.tolist()))
+    assert token_ids.max() < VOCAB_SIZE  # no row of the embedding without a token
+    recorded = record()["draft_vocabulary"]
+    assert recorded["size"] == len(token_ids)
+    assert IM_END_ID in token_ids
+    # What the record says of the uncut head: at most a fortieth of its accepted length is lost.
+    for shape, before in recorded["acceptance_before"].items():
+        assert record()["acceptance"][shape]["with_bonus"] >= 0.975 * before["with_bonus"]
+
+
+def test_cutting_keeps_the_rows_of_the_tokens() -> None:
+    """A cut of the cut: rows follow their tokens through d2t, and a token without a row is refused."""
+    weights = dict(iterate_draft_weights(FOLDER))
+    token_ids = (torch.arange(1088) + weights["d2t"])[::7]
+    smaller = cut(weights, token_ids)
+    assert torch.equal(smaller["lm_head.weight"], weights["lm_head.weight"][::7])
+    assert torch.equal(torch.arange(len(token_ids)) + smaller["d2t"], token_ids)
+    assert torch.equal(smaller["t2d"].nonzero()[:, 0], token_ids)
+    with pytest.raises(ValueError, match="the head has no row for the tokens"):
+        cut(smaller, token_ids + 1)
+
+
 def test_it_is_no_model_of_its_own() -> None:
-    assert builtin_models() == ["tiny-dense", "tiny-moe"]
+    assert builtin_models() == ["tiny-dense", "tiny-hybrid", "tiny-moe"]
 
 
 def test_card_and_record_agree(tmp_path: Path) -> None:

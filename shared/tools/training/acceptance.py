@@ -21,11 +21,11 @@ Drafts for `tiny-dense`: one layer of {params:.1f} M parameters that reads the t
 guesses its next tokens. It is there to see speculative decoding at work without a download.
 
 - `LlamaForCausalLMEagle3`, the public format. It takes the inputs of the target's layers {layers}, shares the
-  target's embedding, and drafts over the target's whole vocabulary.
+  target's embedding, and drafts over {vocabulary}.
 - bfloat16 weights, trained on texts of up to {row_len:,} tokens from `shared/tools/corpus/corpus.py`,
   {draft_steps} drafted steps deep (training-time test).
-- Held-out questions, the right answers as text: the target's next token is the head's best guess, or among
-  its best four,
+- Held-out questions, the right answers as text{before}: the target's next token is the head's best guess,
+  or among its best four,
 
   | drafted step | best | best four |
   |---|---|---|
@@ -40,7 +40,7 @@ guesses its next tokens. It is there to see speculative decoding at work without
 
 Made by
 
-    {command}
+    {commands}
 
 on {device} in {seconds:.0f} s ({tokens:.1f} M tokens). Tokens per verification are measured by
 
@@ -78,14 +78,25 @@ def save_card(folder: Path) -> None:
         f"  | {shape} | **{found['with_bonus']:.2f}** | {found['num_questions']} |"
         for shape, found in record.get("acceptance", {}).items()
     ]
+    cut, commands = record.get("draft_vocabulary"), [record["command"]]
+    vocabulary, before = "the target's whole vocabulary", ""
+    if cut is not None:
+        commands.append(cut["command"])
+        vocabulary = (
+            f"{cut['size']:,} of the target's {config['vocab_size']:,}\n  ids, which are "
+            f"{cut['share_of_tokens']:.1%} of what assistants say in the training text"
+        )
+        before = " and the head still whole"
     card = _CARD.format(
+        vocabulary=vocabulary,
+        before=before,
         params=record["num_parameters"] / 1e6,
         layers=", ".join(map(str, layers)),
         row_len=record["row_len"],
         draft_steps=record["draft_steps"],
         steps="\n".join(steps),
         acceptance="\n".join(acceptance),
-        command=record["command"],
+        commands="\n    ".join(commands),
         device=record["device"],
         seconds=record["seconds"],
         tokens=record["num_tokens"] / 1e6,

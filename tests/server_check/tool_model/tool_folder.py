@@ -26,13 +26,24 @@ def write_folder(folder: Path, adapter: Path = ADAPTER) -> Path:
     write_tokenizer(folder)
     weights, delta = load_file(BASE / "model.safetensors"), load_file(adapter)
     for name in {key.rpartition(".")[0] for key in delta if key != "rows"}:
-        low_rank = delta[f"{name}.b"].float() @ delta[f"{name}.a"].float()
-        weights[name] = (weights[name].float() + low_rank).to(weights[name].dtype)
+        a, b = (delta[f"{name}.{part}"] * delta[f"{name}.{part}_scale"][:, None] for part in "ab")
+        weights[name] = (weights[name].float() + b.T @ a).to(weights[name].dtype)
     rows = weights[EMBEDDING].clone()
     rows[MARKER_IDS] = delta["rows"].to(rows.dtype)
     weights[EMBEDDING] = rows
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def compressed(a: torch.Tensor, b: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
+    """The closest matrix to `b.T @ a` of this rank, in int8 with a scale for each row of both factors."""
+    u, size, v = torch.linalg.svd(b.T @ a, full_matrices=False)
+    root = size[:rank, None].sqrt()
+    found = {}
+    for part, factor in (("a", root * v[:rank]), ("b", root * u.T[:rank])):
+        scale = factor.abs().amax(1) / 127
+        found |= {part: (factor / scale[:, None]).round().to(torch.int8), f"{part}_scale": scale}
+    return found
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -17,9 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.tools.conformance.server.conversations import Talk, talk
-from tests.server_check.tool_model.tool_folder import ADAPTER, BASE, MARKER_IDS, write_tokenizer
+from tests.server_check.tool_model.tool_folder import (
+    ADAPTER,
+    BASE,
+    MARKER_IDS,
+    compressed,
+    write_tokenizer,
+)
 
 RANK = 16
+SAVED_RANK = 8  # teacher-forced, 96 of 120 new talks are right in every token; 97 with rank 16
 IGNORED = -100
 FIRST_SEED = 1_000_000  # checks and tests use smaller ones
 
@@ -113,13 +120,12 @@ def main() -> None:
                 f"{step + 1}: loss {loss:.3f}, {right:.3f} right, {time.monotonic() - begin:.0f} s",
                 flush=True,
             )
-    found = {"rows": embedding.parametrizations.weight[0].rows}
+    found = {"rows": embedding.parametrizations.weight[0].rows.detach().to(torch.bfloat16)}
     for name in names:
-        low_rank = model.model.layers.get_submodule(name).parametrizations.weight[0]
-        found |= {f"model.layers.{name}.weight.{part}": getattr(low_rank, part) for part in "ab"}
-    save_file(
-        {name: value.detach().to(torch.bfloat16).contiguous() for name, value in found.items()}, options.out
-    )
+        trained = model.model.layers.get_submodule(name).parametrizations.weight[0]
+        parts = compressed(trained.a.detach(), trained.b.detach().T, SAVED_RANK)
+        found |= {f"model.layers.{name}.weight.{part}": value for part, value in parts.items()}
+    save_file({name: value.contiguous() for name, value in found.items()}, options.out)
 
 
 if __name__ == "__main__":
