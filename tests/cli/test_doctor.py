@@ -39,7 +39,7 @@ def test_reference_runs_here() -> None:
 
 def test_what_ships_with_the_project_is_listed_as_what_it_is() -> None:
     found = by_name(examine())["built-in"].found
-    assert found == "tiny-dense, tiny-moe, tiny-dense-eagle3 (a speculation head)"
+    assert found == "tiny-dense, tiny-hybrid, tiny-moe, tiny-dense-eagle3 (a speculation head)"
 
 
 def test_missing_package_comes_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from diptych.shared.tools.training.tiny_models import (
 )
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
-NAMES = ["dense", "moe"]
+NAMES = ["dense", "hybrid", "moe"]
 Answer = Callable[[str], str]
 
 
@@ -31,7 +31,8 @@ def test_files_are_small() -> None:
     sizes = {path: path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()}
     assert max(sizes.values()) < 8_000_000
     assert sum(sizes.values()) < 20_000_000
-    assert sum(size for path, size in sizes.items() if path.parent.name in ("tiny-dense", "tiny-moe")) < 16e6
+    models = {f"tiny-{name}" for name in NAMES}
+    assert sum(size for path, size in sizes.items() if path.parent.name in models) < 17e6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +44,7 @@ def test_config_is_the_one_in_the_source(name: str) -> None:
     assert written["vocab_size"] == PADDED_VOCAB_SIZE > VOCAB_SIZE
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 10_000.0
-    assert written["head_dim"] == 64
+    assert written["head_dim"] == (32 if name == "hybrid" else 64)
     assert written["tie_word_embeddings"] is True
 
 
@@ -76,7 +77,8 @@ def test_moe_experts_are_stored_one_by_one() -> None:
 def test_record_states_how_it_was_made(name: str) -> None:
     record = json.loads((folder(name) / "training.json").read_text())
     assert f"--model {name}" in record["command"]
-    assert record["held_out"]["exact"] >= 0.98
+    # Of the hybrid's 211 M tokens of training, the others had more than three times as many.
+    assert record["held_out"]["exact"] >= (0.8 if name == "hybrid" else 0.98)
     card = (folder(name) / "README.md").read_text()
     assert record["command"] in card
     assert f"{record['held_out']['exact']:.2%}" in card

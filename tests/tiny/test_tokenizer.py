@@ -73,9 +73,10 @@ def test_chat_template_is_chatml(tokenizer: PreTrainedTokenizerBase) -> None:
     assert render(messages, tokenize=False, add_generation_prompt=True) == turns + "<|im_start|>assistant\n"
 
 
-def test_both_models_share_the_tokenizer() -> None:
+def test_all_models_share_the_tokenizer() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (ASSETS / "tiny-dense" / name).read_bytes() == (ASSETS / "tiny-moe" / name).read_bytes()
+        for other in ("tiny-moe", "tiny-hybrid"):
+            assert (ASSETS / "tiny-dense" / name).read_bytes() == (ASSETS / other / name).read_bytes()
     assert (ASSETS / "tiny-dense" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 

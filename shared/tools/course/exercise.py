@@ -37,7 +37,7 @@ FLAGS: dict[str, str] = {
     "11": "--model tiny-moe",
     "13": "--tp 2",
     "14": "--panel reference --quantization int4",
-    "15": "--model tiny-hybrid --load-format dummy --tokenizer tiny-dense --max-new-tokens 16",
+    "15": "--model tiny-hybrid",
 }
 """stage -> the flags with which an engine uses its part, where the default ones have no use for it."""
 

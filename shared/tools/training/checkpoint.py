@@ -20,7 +20,7 @@ repeating and small talk, in English. It is there to run, learn and test the eng
 knows nothing else.
 
 - `{architecture}`: {layers} layers, hidden size {hidden},
-  {heads} query and {kv_heads} key/value heads of {head_dim}{experts}.
+  {heads} query and {kv_heads} key/value heads of {head_dim}{more}.
 - bfloat16 weights, tied embeddings, 2,048 positions (trained on chats of up to {row_len:,} tokens).
 - {vocab:,} tokens (byte-level BPE, one token a digit). The embedding has {rows:,} rows; the padded rows are
   trained to be improbable (together below one in a million wherever it was measured).
@@ -69,9 +69,16 @@ def save_record(folder: Path, record: dict[str, Any]) -> None:
     runs = [record]
     while "started_from" in runs[0]:
         runs.insert(0, runs[0]["started_from"])
-    experts = ""
+    more = ""
     if "num_experts" in config:
-        experts = f", {config['num_experts']} experts of which a token uses {config['num_experts_per_tok']}"
+        more = f", {config['num_experts']} experts of which a token uses {config['num_experts_per_tok']}"
+    if "linear_num_value_heads" in config:
+        num_linear = config["layer_types"].count("linear_attention")
+        more = (
+            f" in {config['num_hidden_layers'] - num_linear} layers,\n  {num_linear} gated DeltaNet layers "
+            f"of {config['linear_num_key_heads']} key and {config['linear_num_value_heads']} value heads of "
+            f"{config['linear_value_head_dim']}"
+        )
     card = _CARD.format(
         name=record["name"],
         params=record["num_parameters"] / 1e6,
@@ -81,7 +88,7 @@ def save_record(folder: Path, record: dict[str, Any]) -> None:
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        experts=experts,
+        more=more,
         row_len=record["row_len"],
         vocab=VOCAB_SIZE,
         rows=config["vocab_size"],
