@@ -36,13 +36,13 @@ HEADING = "## On a GPU\n"
 PREPARE = """
 %config InlineBackend.figure_formats = ["svg"]
 import matplotlib
-matplotlib.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "diptych", "font.sans-serif": ["DejaVu Sans"]
-})
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "diptych"})
 """
 """Run before the cells of a notebook that draws."""
 
 _CALL = re.compile(r'\bon_gpu\("([^"]+)"(?:, (\d+))?\)')
+# Of a picture: metadata, rotations by nothing, digits behind the hundredths, spaces between elements.
+_SPARE = r'<metadata>.*?</metadata>| transform="rotate\(-0 [^)]*\)"|(?<=\d\.\d\d)\d+|(?<=>)\s+(?=<)'
 
 
 def name_of(source: str) -> str | None:
@@ -85,22 +85,14 @@ def outputs_of(cell: Any) -> list[dict[str, str]]:
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/svg+xml" in data:
-            found.append({"svg": smaller(data["image/svg+xml"])})
+            found.append({"svg": re.sub(_SPARE, "", data["image/svg+xml"], flags=re.DOTALL)})
             continue
-        text = data.get("text/plain", "")
-        if output.output_type == "stream":
-            text = output.text if output.name == "stdout" else ""
+        text = output.text if output.get("name") == "stdout" else data.get("text/plain", "")
         if text and found and "text" in found[-1]:
             found[-1]["text"] += text
         elif text:
             found.append({"text": text})
     return found
-
-
-def smaller(svg: str) -> str:
-    """The same picture in fewer bytes: hundredths of a point, no metadata, no spaces between elements."""
-    svg = re.sub(r"<metadata>.*?</metadata>| transform=\"rotate\(-0 [^)]*\)\"", "", svg, flags=re.DOTALL)
-    return re.sub(r">\s+<", "><", re.sub(r"(\d\.\d\d)\d+", r"\1", svg))
 
 
 def record_gpu_cells(names: list[str]) -> None:

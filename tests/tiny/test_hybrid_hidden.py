@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -55,7 +57,8 @@ def test_chunks_are_the_recurrence(decay: float, equal_keys: bool) -> None:
     *floats, ids = inputs(decay, equal_keys)
     weights = torch.randn(2, 3, 160, 12, dtype=torch.float64)
     found: list[Inputs] = []
-    for rule in (of_recurrence, chunked_delta_rule):
+    rules: list[Callable[..., torch.Tensor]] = [of_recurrence, chunked_delta_rule]
+    for rule in rules:
         leaves = [part.detach().clone().requires_grad_() for part in floats]
         output = rule(*leaves, ids)
         (output * weights).sum().backward()
@@ -73,9 +76,9 @@ def test_inverse_of_equal_keys_is_exact_in_float32() -> None:
 
 
 def test_rows_that_are_no_chunks_are_refused() -> None:
-    *floats, ids = inputs(0.1)
+    q, k, v, g, beta = (part[:, :, :90] for part in inputs(0.1)[:-1])
     with pytest.raises(ValueError, match="rows of 90 tokens; they must have a multiple of 32"):
-        chunked_delta_rule(*(part[:, :, :90] for part in floats), ids[:, :90])
+        chunked_delta_rule(q, k, v, g, beta, torch.zeros(2, 90))
 
 
 def test_hidden_states_are_those_of_transformers() -> None:

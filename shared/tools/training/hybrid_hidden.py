@@ -168,8 +168,8 @@ def gated_delta_net(net: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     )
     beta = net.in_proj_b(x).to(wide).sigmoid()
     g = -net.A_log.to(wide).exp() * F.softplus(net.in_proj_a(x).to(wide) + net.dt_bias)
-    heads = [part.transpose(1, 2).contiguous() for part in (q, k, v, g, beta)]
-    out = chunked_delta_rule(*heads, batch.document_ids).transpose(1, 2)
+    q, k, v, g, beta = (part.transpose(1, 2).contiguous() for part in (q, k, v, g, beta))
+    out = chunked_delta_rule(q, k, v, g, beta, batch.document_ids).transpose(1, 2)
     out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + net.layer_norm_epsilon) * net.norm.weight
     out = out.flatten(2) * F.silu(net.in_proj_z(x).to(wide))
     return net.out_proj(out.to(x.dtype))
@@ -188,7 +188,8 @@ def gated_attention(
     q = _rotate(rms_norm(q, attn.q_norm.weight, eps), *rotary)
     k = _rotate(rms_norm(k, attn.k_norm.weight, eps), *rotary)
     k, v = (part.repeat_interleave(attn.num_key_value_groups, 2) for part in (k, v))
-    out = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), attn_mask=mask)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return attn.o_proj((out.transpose(1, 2) * gate.sigmoid()).flatten(2))
 
 

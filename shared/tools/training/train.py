@@ -172,6 +172,7 @@ def train_steps(
     loss_fn = loss_function(model.config, compile_model)
     optimizer = MasterAdamW(model, options)
     model.train()
+    torch.set_float32_matmul_precision("high")  # for what is not in the weights' own dtype
     compiled_at = begin
     for step, batch in enumerate(batches):
         loss = loss_fn(model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
@@ -203,8 +204,8 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
 
 
-def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> tuple[int, float]:
-    """Show loss and speed while training; returns the number of steps and the last loss."""
+def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> tuple[int, float, float]:
+    """Show loss and speed while training; returns the number of steps, the last loss and the seconds."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -223,7 +224,7 @@ def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> t
                 progress.update(task, completed=step, description=description)
                 if step % 500 == 0 or step == options.num_steps:
                     progress.console.print(f"step {step}: {description}")
-    return step, loss.item()
+    return step, loss.item(), time.monotonic() - start
 
 
 def main(
@@ -248,33 +249,29 @@ def main(
     workers = max(1, (os.cpu_count() or 2) - 2) if workers < 0 else workers
     if steps and seconds:
         raise ValueError(f"--steps {steps} does not apply with --seconds {seconds:g}; give one of them")
-    num_steps = MAX_STEPS if seconds else steps or NUM_STEPS[model]
-    options = TrainOptions(num_steps, rows, row_len, learning_rate, seed=seed, seconds=seconds)
+    bound = MAX_STEPS if seconds else steps or NUM_STEPS[model]
+    options = TrainOptions(bound, rows, row_len, learning_rate, seed=seed, seconds=seconds)
     if not (out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(), out)
 
     network, record = new_model(config, device, seed), dict[str, Any]()
     if start is not None:
         network.load_state_dict(load_weights(start))
-        record = {"started_from": json.loads((start / "training.json").read_text())}
+        record["started_from"] = json.loads((start / "training.json").read_text())
     dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
-    begin = time.monotonic()
-    torch.set_float32_matmul_precision("high")  # what the weights' own dtype leaves to float32
-    steps_iterator = train_steps(network, batch_loader(dataset, workers), options, compiled)
-    num_steps, loss = run_with_progress(steps_iterator, options)
-    elapsed = time.monotonic() - begin
-    torch.set_float32_matmul_precision("highest")
-
+    steps_made = train_steps(network, batch_loader(dataset, workers), options, compiled)
+    num_steps, loss, elapsed = run_with_progress(steps_made, options)
     save_checkpoint(network, out)
+    torch.set_float32_matmul_precision("highest")
     # The score is that of the files just written: weights rounded to bfloat16, run in float32.
     result = score(load_answers(out, device), held_out_questions(questions))
+    length = f"--seconds {seconds:g}" if seconds else f"--steps {num_steps}"
+    more = "" if start is None else f" --start {start}"
     record |= {
         "name": model,
         "command": (
-            f"python -m diptych.shared.tools.training.train --model {model} --out {out} "
-            f"{f'--seconds {seconds:g}' if seconds else f'--steps {num_steps}'} "
-            f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}"
-            f"{f' --start {start}' if start else ''}"
+            f"python -m diptych.shared.tools.training.train --model {model} --out {out} {length} "
+            f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}{more}"
         ),
         "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "a CPU",
         "torch": torch.__version__,
@@ -288,8 +285,7 @@ def main(
     }
     save_record(out, record)
     typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {elapsed:.0f} s of training")
-    for kind, exact in sorted(result.by_kind.items()):
-        typer.echo(f"  {kind:14} {exact:.1%}")
+    typer.echo("\n".join(f"  {kind:14} {exact:.1%}" for kind, exact in sorted(result.by_kind.items())))
 
 
 if __name__ == "__main__":

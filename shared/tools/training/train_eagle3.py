@@ -6,7 +6,6 @@ python -m diptych.shared.tools.training.train_eagle3 --out shared/assets/tiny-de
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -255,10 +254,8 @@ def main(
     num_steps = min(stop_after or steps, steps)
     dataset = PackedBatches((TARGET / "tokenizer.json").read_text(), seed, num_steps, rows, row_len)
     workers = max(1, (os.cpu_count() or 2) - 2) if device == "cuda" else 0
-    start = time.monotonic()
     losses = train_steps(head, network, batch_loader(dataset, workers), options, draft_steps)
-    _, loss = run_with_progress(losses, options)
-    seconds = time.monotonic() - start
+    _, loss, seconds = run_with_progress(losses, options)
     command = (
         f"python -m diptych.shared.tools.training.train_eagle3 --out {out} --steps {steps} "
         f"--stop-after {num_steps} --rows {rows} --row-len {row_len} --draft-steps {draft_steps} "
