@@ -28,19 +28,39 @@ from diptych.shared.tools.commands import (
     warm,
 )
 
+UsageError: Any = typer.BadParameter.__base__  # of the click that typer uses
+
 
 class _OneLineErrors(TyperGroup):
-    """What the engine says about a bad request (`ValueError`), a missing file or a missing package is for
-    the user: one line on stderr and exit status 2. Anything else is a defect of ours and keeps its trace."""
+    """A wrong option, and what the engine says about a bad request (`ValueError`), a missing file or a
+    missing package, is for the user: one line on stderr and exit status 2. Anything else is a defect of ours
+    and keeps its trace."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            raise _wrong_use(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            raise _wrong_use(error) from None
         except (ValueError, OSError, ImportError) as error:
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):
                 raise
             print("error:", " ".join(str(error).split()), file=sys.stderr)
             raise typer.Exit(2) from None
+
+
+def _wrong_use(error: Any) -> Exception:
+    """What ends the command: without any argument its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return error  # type: ignore[no-any-return]
+    command = error.ctx.command_path if error.ctx else "diptych"
+    print(f"error: {' '.join(error.format_message().split())} ({command} --help)", file=sys.stderr)
+    return typer.Exit(2)
 
 
 app = typer.Typer(

@@ -69,7 +69,7 @@ def refused(*words: str, says: str) -> list[str]:
     assert result.exit_code == 2, (result.output, result.exception)
     lines = result.output.splitlines()
     assert says in result.output
-    assert lines[0].startswith("Usage") or lines[-1].startswith("error: ")
+    assert lines[-1].startswith("error: ")
     assert "Traceback" not in result.output
     return lines
 
@@ -79,13 +79,16 @@ def refused(*words: str, says: str) -> list[str]:
     [
         (("http://127.0.0.1:9",), "--model, what it serves"),
         (("http://127.0.0.1:9", *MODEL), "no server answers: http://127.0.0.1:9"),
-        (("file", *MODEL), "missing an 'http://' or 'https://' protocol"),
+        (("file", *MODEL), "'file' is not the URL of a server"),
+        (("http://127.0.0.1:abc", *MODEL), "Invalid port: 'abc'"),
+        (("http://127.0.0.1:9", *MODEL, "--tool-call-parser", "nope"), "got 'nope'"),
         (("http://no-such-host.invalid", *MODEL), "no server answers"),
         (("http://127.0.0.1:9", "-m", "missing"), "no model 'missing'"),
         (("http://127.0.0.1:9", "-m", "file"), "file is a file; a model is a folder"),
         (("http://127.0.0.1:9", "-m", "empty"), "no config.json"),
         (("http://127.0.0.1:9", "-m", "list"), "list holds no tokenizer"),
-        (("http://127.0.0.1:9", *MODEL, "--only", "nope"), "no check or group nope"),
+        (("http://127.0.0.1:9", *MODEL, "--only", "nope"), "no check or group nope; there are api, scoring"),
+        (("http://127.0.0.1:9", *MODEL, "--only", "api.nope"), "there are api, api.model; see --list"),
         (("http://127.0.0.1:9", *MODEL, "--dtype", "float12"), "got 'float12'"),
         (("http://127.0.0.1:9", *MODEL, "--within", "nan"), "Invalid value for '--within'"),
         (("http://127.0.0.1:9", *MODEL, "--json", "empty"), "empty is a folder"),
@@ -94,8 +97,7 @@ def refused(*words: str, says: str) -> list[str]:
 )
 def test_check_server(folder: Path, words: tuple[str, ...], says: str) -> None:
     lines = refused("check", "server", *words, says=says)
-    is_asked = "no server answers" in says or "protocol" in says
-    assert ("the check ends within" in lines[0]) == is_asked
+    assert len(lines) == 1 + ("no server answers" in says)
 
 
 @pytest.mark.parametrize("text", NO_MODELS.values(), ids=NO_MODELS)
@@ -122,8 +124,7 @@ def test_check_server_of_what_is_no_server(answering: Callable[[str], str], text
     ],
 )
 def test_check_engine(folder: Path, words: tuple[str, ...], says: str) -> None:
-    lines = refused("check", "engine", *words, says=says)
-    assert "the check ends within" not in lines[0]
+    assert len(refused("check", "engine", *words, says=says)) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,15 +143,16 @@ def test_check_engine(folder: Path, words: tuple[str, ...], says: str) -> None:
     ],
 )
 def test_export_trace(folder: Path, words: tuple[str, ...], says: str) -> None:
-    refused("export", "trace", *words, says=says)
+    assert len(refused("export", "trace", *words, says=says)) == 1
     assert (folder / "file").read_text() == "mine"
     assert not (folder / "x").exists()
 
 
-@pytest.mark.parametrize("target", ["missing.py:f", "empty.py:f", "missing.py"])
+@pytest.mark.parametrize("target", ["missing.py:f", "empty.py:f", "missing.py", "file:f"])
 def test_check_kernel_names_a_missing_file_before_it_announces_a_time(folder: Path, target: str) -> None:
     (folder / "empty.py").mkdir()
     says = f"no such file: {target[:-2]}" if ":" in target else "names no function"
+    says = "file is not a .py file" if target == "file:f" else says
     (line,) = refused("check", "kernel", target, *NORM, says=says)
     assert line.startswith("error: ")
 
@@ -207,7 +209,7 @@ def test_pytest_plugin(folder: Path) -> None:
         pytest.param({"command": "nope"}, 2, "'nope'", marks=pytest.mark.full),
         pytest.param({"command": "kernel a.py:f --like rms_norm"}, 2, "no such file", marks=pytest.mark.full),
         pytest.param({"command": "kernel a.py:f --like '"}, 2, "rms_norm", marks=pytest.mark.full),
-        pytest.param({"command": "server file -m tiny-dense"}, 2, "protocol", marks=pytest.mark.full),
+        pytest.param({"command": "server file -m tiny-dense"}, 2, "is not the URL", marks=pytest.mark.full),
         pytest.param({"command": "engine reference", "report": "no/x"}, 2, "no folder",
                      marks=pytest.mark.full),
         pytest.param({"target": "missing.py:X", "component": "radix_cache"}, 2, "no such file",

@@ -93,7 +93,10 @@ def _print_cases(report: Report, console: object) -> None:
     if hidden:
         failing = sum(each.failure is not None for each in hidden)
         table.add_row(
-            Text(f"{len(hidden)} more cases", "dim"), "", "", f"{failing} fail" if failing else "hold"
+            Text("1 more case" if len(hidden) == 1 else f"{len(hidden)} more cases", "dim"),
+            "",
+            "",
+            f"{failing} fail" if failing else "hold",
         )
     console.print(table)
 

@@ -100,7 +100,7 @@ def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pi
 def answer(task: Task, functions: dict[str, Callable[..., Any]], device: torch.device) -> Answer:
     try:
         if task.target not in functions:
-            functions[task.target] = registry.load("the kernel", task.target)
+            functions[task.target] = registry.load("function", task.target)
         if task.is_timed:
             return _time(task, functions[task.target], device)
         return _run(task, functions[task.target], device)

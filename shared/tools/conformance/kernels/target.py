@@ -17,12 +17,14 @@ def check_named(target: str) -> None:
     file = Path(target.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():
         raise ValueError(f"no such file: {file}")
+    if file.suffix != ".py" and file.is_file():
+        raise ValueError(f"{file} is not a .py file")
 
 
 def load_function(target: str) -> Callable[..., Any]:
     """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
     check_named(target)
-    function: Callable[..., Any] = registry.load("the kernel", target)
+    function: Callable[..., Any] = registry.load("function", target)
     if not callable(function) or isinstance(function, type):
         kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r:.60}"
         raise ValueError(f"{target} is {kind}, not a function")

@@ -180,7 +180,9 @@ def chosen(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
     known = {each.name for each in checks} | {each.group for each in checks}
     unknown = [name for name in (*only, *skip) if name not in known]
     if unknown:
-        raise ValueError(f"no check or group {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        group = unknown[0].partition(".")[0]
+        near = sorted(name for name in known if name.partition(".")[0] == group) or list(GROUPS)
+        raise ValueError(f"no check or group {', '.join(unknown)}; there are {', '.join(near)}; see --list")
     found = [each for each in checks if not only or each.name in only or each.group in only]
     found = [each for each in found if each.name not in skip and each.group not in skip]
     if not found:

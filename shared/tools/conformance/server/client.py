@@ -37,6 +37,16 @@ class Unreachable(Exception):
     """The server does not answer: no connection, a broken one, or no answer within the timeout."""
 
 
+def check_url(url: str) -> None:
+    """Raises `ValueError` for what is no URL of a server: http://HOST:PORT."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is not the URL of a server: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+
+
 @dataclass
 class Server:
     """A server's URL and how to call it. `model`: the name for requests; `find_model` finds it if it is
@@ -53,16 +63,14 @@ class Server:
     ends_at: float = math.inf  # of time.monotonic: no request is sent or waited for after it
 
     def __post_init__(self) -> None:
+        check_url(self.url)
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self.url = self.url.rstrip("/").removesuffix("/v1")
         # A new connection for each request: some servers close connections that they announced to keep.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        try:
-            self.http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=self.timeout, limits=limits, trust_env=False
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.url!r} is not the URL of a server: {error}") from None
+        self.http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=self.timeout, limits=limits, trust_env=False
+        )
 
     def close(self) -> None:
         self.http.close()
