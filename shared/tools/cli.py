@@ -57,7 +57,7 @@ class _OneLineErrors(TyperGroup):
 def _wrong_use(error: Any) -> Exception:
     """What ends the command: without any argument its help."""
     if type(error).__name__ == "NoArgsIsHelpError":
-        return error  # type: ignore[no-any-return]
+        return error
     command = error.ctx.command_path if error.ctx else "diptych"
     print(f"error: {' '.join(error.format_message().split())} ({command} --help)", file=sys.stderr)
     return typer.Exit(2)
