@@ -149,3 +149,6 @@ bug = bugs_in("layers", "reference.layers", folder="reference.")
 bug("RefusesNoTokens", "RoPE of no tokens is refused.",
     ("layers", "cos, sin = self._cos_sin(positions)",
      "assert len(positions)\n        cos, sin = self._cos_sin(positions)"))
+bug("SectionsAreBlocks", "The frequencies of an axis are neighbours, as in Qwen2-VL.",
+    ("shared.modeling.rope", "axis[(frequency % 3 == i) & (frequency < end)] = i",
+     "axis[sum(rope.mrope_section[:i]) :][: rope.mrope_section[i]] = i"))

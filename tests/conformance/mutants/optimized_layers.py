@@ -147,7 +147,31 @@ class LosesTheLastToken(RotaryEmbedding):
         return q
 
 
+@layer
+class RowsForColumns(RotaryEmbedding):
+    """The sections of rows and columns change places."""
+
+    def _rotate(self, x, positions):
+        rope, (a, b, c) = self.rope, self.rope.mrope_section or (0, 0, 0)
+        self.rope = replace(rope, mrope_section=(a, c, b)) if a else rope
+        try:
+            return super()._rotate(x, positions)
+        finally:
+            self.rope = rope
+
+
 # Models
+
+
+@in_every_model
+class LosesTheLastPart:
+    """What the last part of a row adds is lost."""
+
+    def forward(self, *args, **kwargs):
+        given, size = kwargs.get("input_embeds"), self.config.hidden_size
+        if given is not None and given.shape[1] > size:
+            kwargs["input_embeds"] = given[:, :-size]
+        return super().forward(*args, **kwargs)
 
 
 def each(model, kind):

@@ -73,6 +73,20 @@ class KeepsTreeMask(WithOwnTrees):
 
 
 @mutant_of("model_runner")
+class KeepsMaskOfBlocks(FakeGraphsRunner):
+    """Tokens of a block see themselves alone, as when the graph was captured."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        for steps in self.steps.blocks:
+            right, mask = steps.buffers.load, steps.buffers.tree_mask.clone()
+            steps.buffers.load = lambda *args, to=steps.buffers, right=right, mask=mask: (
+                right(*args),
+                to.tree_mask.copy_(mask),
+            )
+
+
+@mutant_of("model_runner")
 class KeepsSeeds(WithOwnLoad):
     """Seeds are never copied."""
 

@@ -75,6 +75,26 @@ class LogitsInTheModelsType:
 
 
 @mixed_into_every_model
+class AddsToTheEmbeddings:
+    """Given rows are added to the embeddings of the ids."""
+
+    def forward(self, input_ids, *args, **kwargs):
+        if "input_embeds" in kwargs:
+            rows = kwargs["input_embeds"] = kwargs["input_embeds"].clone()
+            rows[:, : self.config.hidden_size] += self.embed(input_ids)
+        return super().forward(input_ids, *args, **kwargs)
+
+
+@mixed_into_every_model
+class TurnsByTimeAlone:
+    """Of three positions the first one counts."""
+
+    def forward(self, input_ids, positions, *args, **kwargs):
+        time = positions[0] if positions.dim() > 1 else positions
+        return super().forward(input_ids, time, *args, **kwargs)
+
+
+@mixed_into_every_model
 class PaddedHead:
     """The head has rows up to a multiple of 64, and they are not cut off."""
 

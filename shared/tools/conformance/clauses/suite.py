@@ -74,7 +74,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "host_pool": ("host_pool.copies",),
     "lora": ("lora.outputs",),
     "moe": ("moe.routing", "moe.experts"),
-    "models": ("models.logits", "models.weights"),
+    "models": ("models.logits", "models.input_rows", "models.weights"),
     "draft_models": ("draft_models.forward", "draft_models.weights"),
     "model_runner": (
         "model_runner.forward",

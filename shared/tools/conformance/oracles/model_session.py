@@ -30,6 +30,7 @@ class ModelSession:
 
         weight = next(model.parameters())
         self.model = model
+        self.inputs: dict[str, torch.Tensor] = {}  # other arguments of the model
         self.device = weight.device
         self.req_to_token_pool = pools.ReqToTokenPool(num_reqs, max_len, self.device)
         size = num_reqs * round_up_to_page(max_len, page_size)
@@ -81,7 +82,7 @@ class ModelSession:
         )
         more = () if captured is None else (captured,)  # not every model can capture
         with torch.inference_mode():
-            return self.model(batch.input_ids, batch.positions, attention, *more)
+            return self.model(batch.input_ids, batch.model_positions, attention, *more, **self.inputs)
 
     def forward_batch(self, new_ids: Mapping[int, Sequence[int]], **fields: Any) -> ForwardBatch:
         """Allocates the new tokens' slots. `fields`: the fields that differ from a plain extend or decode

@@ -130,6 +130,37 @@ def scaling(impl: Layers, case: Heads) -> None:
     expect_rotated(impl, case)
 
 
+@contract(
+    "With mrope_section positions may be [3, num_tokens], in time, by rows and by columns: frequency i turns "
+    "by the row where i % 3 is 1, by the column where it is 2, as far as the section goes, else by time.",
+    table(
+        "head_dim rotary_dim section",
+        (128, 128, (24, 20, 20)),
+        (80, 16, (4, 2, 2)),
+        (64, 64, (12, 14, 6)),
+        name="{rotary_dim} of {head_dim}, {section}",
+    ),
+)
+def axes(impl: Layers, case: Case) -> None:
+    rope, inputs = RopeConfig("default", 1e6, case.rotary_dim, mrope_section=case.section), Inputs(0)
+    with building(torch.float32):
+        rotary = impl.RotaryEmbedding(rope, case.head_dim, CONTEXT_LEN)
+    positions = inputs.integers(CONTEXT_LEN, 3, 33)
+    q, k = inputs.normal(33, 4, case.head_dim), inputs.normal(33, 2, case.head_dim)
+    _, num_rows, num_columns = case.section
+    of_rows = torch.arange(case.rotary_dim // 2) % 3 == 1
+    of_columns = torch.arange(case.rotary_dim // 2) % 3 == 2
+    of_rows[3 * num_rows :] = of_columns[3 * num_columns :] = False
+    results = run_poisoned(rotary, positions, q.clone(), k.clone())
+    for what, x, y in zip("qk", (q, k), results):
+        by_time, by_row, by_column = (rotate64(rope, each, x) for each in positions)
+        rest = torch.zeros(case.head_dim - case.rotary_dim, dtype=torch.bool)
+        expected = by_time.where(~torch.cat((of_rows, of_rows, rest)), by_row)
+        expected = expected.where(~torch.cat((of_columns, of_columns, rest)), by_column)
+        expect_form(f"rotated {what}", y, like=x)
+        expect_close(f"rotated {what}", y, expected, tolerance("rotary", torch.float32))
+
+
 @contract("Q and k as slices of one tensor, as a fused projection gives them.", SCALINGS[:1])
 def slices(impl: Layers, case: Heads) -> None:
     inputs = Inputs(case.seed)

@@ -1,4 +1,5 @@
-"""Clauses of a prepared model runner: steps that verify drafts, of every batch size; sampling at nodes."""
+"""Clauses of a prepared model runner: steps that verify drafts or fill in blocks, of every batch size;
+sampling at nodes."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ NUM_NODES = 6
 
 class Verifying(Decoding):
     """Steps that verify trees of different numbers of requests; every third step decodes. `top_k` 1: trees
-    are chains."""
+    are chains. `block_len`: passes of block diffusion in place of trees; the tokens of a block see each
+    other."""
 
     top_k: int = 2
     num_nodes: int = NUM_NODES  # of the trees; NUM_NODES is the configured number
+    block_len: int = 0
 
     def flags(self) -> dict[str, Any]:
+        if self.block_len:
+            return {"cuda_graph_block_len": self.block_len}
         num_steps = NUM_NODES - 1 if self.top_k == 1 else 3
         return {
             "speculative": "ngram",
@@ -45,19 +50,22 @@ class Verifying(Decoding):
 
     def batches(self, *sessions: PreparedSession) -> list[tuple[ForwardBatch, ...]]:
         """Yield for each step one batch per session. Requests keep all nodes, as if they were text."""
-        dice = random.Random(self.seed + 2)
+        dice, num_nodes = random.Random(self.seed + 2), self.block_len or self.num_nodes
         batches = []
         for number, new_ids in enumerate(self.steps()):
             if number % 3 == 2:
                 batches.append(tuple(session.forward_batch(new_ids) for session in sessions))
                 continue
             drafts = {
-                i: [*ids, *(dice.randrange(331) for _ in range(self.num_nodes - 1))]
-                for i, ids in new_ids.items()
+                i: [*ids, *(dice.randrange(331) for _ in range(num_nodes - 1))] for i, ids in new_ids.items()
             }
             masks, depths = [], []
             for _ in drafts:
-                parents = [dice.randrange(n) if self.top_k > 1 else n - 1 for n in range(1, self.num_nodes)]
+                if self.block_len:
+                    masks.append(torch.ones(num_nodes, num_nodes, dtype=torch.bool))
+                    depths.append(torch.arange(num_nodes))
+                    continue
+                parents = [dice.randrange(n) if self.top_k > 1 else n - 1 for n in range(1, num_nodes)]
                 masks.append(tree_mask([-1, *parents], 0))
                 depths.append(masks[-1].sum(dim=1) - 1)
             prefixes = torch.tensor([sessions[0].lens[i] for i in drafts])
@@ -78,13 +86,14 @@ CASES = (
     Verifying("trees of another size", batch_sizes=SIZES[:4], sizes=(1, 2, 4), num_nodes=4),
     Verifying("chains, windows", batch_sizes=SIZES[:4], sizes=(1, 2, 4), top_k=1, config="qwen3-layer-types"),
     Verifying("trees, windows", batch_sizes=SIZES[:4], sizes=(1, 2, 4), config="qwen3-layer-types"),
+    Verifying("blocks of 4", batch_sizes=SIZES[:5], sizes=(1, 2, 4), page_size=4, block_len=4),
     Verifying("trees, bfloat16", batch_sizes=SIZES, sizes=(1, 2, 4), dtype=torch.bfloat16),
 )
 
 
 @contract(
-    "Whether steps that verify drafts are replayed changes no bit of their logits and hidden states, at any "
-    "batch size, whatever was decoded or verified before.",
+    "Whether steps that verify drafts or fill in blocks are replayed changes no bit of their logits and "
+    "hidden states, at any batch size, whatever was decoded or verified before.",
     CASES,
 )
 def replayed_trees(impl: type[ModelRunner], case: Verifying) -> None:
@@ -100,7 +109,11 @@ def replayed_trees(impl: type[ModelRunner], case: Verifying) -> None:
         expect_equal(f"{what}: hidden states", found.hidden_states, expected.hidden_states)
 
 
-@agreement("Trees of every batch size give each node its own logits and hidden states.", CASES)
+@agreement(
+    "Trees of every batch size give each node its own logits and hidden states, and so do blocks, "
+    "whose tokens see each other.",
+    CASES,
+)
 def tree_logits(impl: type[ModelRunner], case: Verifying, reference: type[ModelRunner]) -> None:
     ours = PreparedSession(impl, model_for(case.config, case.dtype), case, capture_hidden=(2,))
     exact = PreparedSession(reference, model_for(case.config, case.dtype).double(), case, capture_hidden=(2,))
