@@ -109,7 +109,6 @@ def check_server(
         return
     if url is None or model is None:
         raise ValueError("name the server's URL and --model, what it serves; --list shows what is checked")
-    from diptych.shared.tools.conformance.server.client import check_url
     from diptych.shared.tools.conformance.server.session import connect
     from diptych.shared.tools.conformance.server.verdict import Report as Found
     from diptych.shared.tools.conformance.server.verdict import print_report
@@ -119,8 +118,7 @@ def check_server(
     if concurrency is not None:
         limits = replace(limits, concurrency=concurrency)
     seconds = within or SECONDS["quick" if quick else "thorough" if thorough else ""]
-    check_url(url)
-    check_named(model, dtype, seeded, tool_call_parser)
+    check_named(url, model, dtype, seeded, tool_call_parser)
     end = Announced(f"{len(checks)} checks of {url}", seconds, seed)
     with _progress(len(checks) + 1) as progress:
         with in_time(end.ends_at):
@@ -160,16 +158,18 @@ def check_server(
         raise typer.Exit(report.exit_status)
 
 
-def check_named(model: str, dtype: str, seeded: str, tool_call_parser: str) -> None:
-    """Raises `ValueError` for a model without files, or a number format, noise or form of calls that is not
-    known, before the server is asked."""
+def check_named(url: str, model: str, dtype: str, seeded: str, tool_call_parser: str) -> None:
+    """Raises `ValueError` for what is no URL, a model without files, or a number format, noise or form of
+    calls that is not known, before the server is asked."""
     from diptych.shared.config import read_config
     from diptych.shared.dialects.parts.choose import choose_dialect
     from diptych.shared.loading.model_path import resolve_model_path
     from diptych.shared.text.tokenizer import Tokenizer
+    from diptych.shared.tools.conformance.server.client import check_url
     from diptych.shared.tools.conformance.server.logprob_tolerance import tolerance_of
     from diptych.shared.tools.conformance.server.session import check_noise
 
+    check_url(url)
     check_noise(seeded)
     folder = resolve_model_path(model)
     choose_dialect(Tokenizer.from_pretrained(folder), tool_call_parser)
