@@ -99,8 +99,7 @@ class FlashInferAttention(interface.AttentionBackend):
         return FlashInferPlan(forward_batch)
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> FlashInferPlan:
-        """Plan for a graph. Layers are planned when they run outside of a capture, so run once before
-        capturing."""
+        """Plan for a graph. Layers are planned when they run outside of a capture."""
         self._refuse_unless(forward_batch.tree_mask is None, "tree_mask in a CUDA graph", "custom_mask")
         return FlashInferPlan(forward_batch, max_seq_len)
 

@@ -46,6 +46,7 @@ class HybridAttention(interface.AttentionBackend):
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.prefill_backend, self.decode_backend = self._backends(req_to_token_pool, kv_pool)
         self.supports_cuda_graph = self.decode_backend.supports_cuda_graph
+        self.runs_before_capture = self.decode_backend.runs_before_capture
         self.accepts_seq_len_upper_bounds = self.decode_backend.accepts_seq_len_upper_bounds
         self.supports_ragged_graphs = self.decode_backend.supports_ragged_graphs
 

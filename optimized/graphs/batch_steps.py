@@ -180,7 +180,8 @@ class BatchSteps(Steps):
                 results.hidden[: len(hidden_states)].copy_(hidden_states)
             return logits
 
-        replay = try_to_capture(graphs, "decoding", "the model", run, bool(self.by_size))
+        is_known = bool(self.by_size) and not self.attention.runs_before_capture
+        replay = try_to_capture(graphs, "decoding", "the model", run, is_known)
         if replay is None:
             return False
         logits = replay.output

@@ -54,6 +54,8 @@ class AttentionBackend(ABC):
     """
 
     supports_cuda_graph: bool = False
+    runs_before_capture: bool = False
+    """A `plan_for_graph` is complete once `run` was called with it for each layer, outside of a capture."""
     accepts_seq_len_upper_bounds: bool = False
     """In TARGET_VERIFY batches without a custom_mask, `seq_lens_cpu` may be upper bounds: lengths are
     read from the tensors."""

@@ -16,6 +16,7 @@ from diptych.optimized.graphs.verify_graph import verify_batch_sizes
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces.attention import AttentionBackend
 from diptych.shared.parallel.alone import Alone
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
 from diptych.shared.tools.conformance.clauses.suite import check_implementation
@@ -258,6 +259,24 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
     session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
     assert session.runner.replays.steps == 0
     assert len(refused) == 1, "other sizes are not tried"
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_plans_that_a_run_completes_run_before_each_capture(
+    monkeypatch: pytest.MonkeyPatch, runs_before: bool
+) -> None:
+    asked = []
+    capture = FakeGraphs.capture
+
+    def remember(self, function, of_other_size):
+        asked.append(of_other_size)
+        return capture(self, function, of_other_size)
+
+    monkeypatch.setattr(FakeGraphs, "capture", remember)
+    monkeypatch.setattr(AttentionBackend, "runs_before_capture", runs_before)
+    PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    of_models = asked[:: len(asked) // 3]  # of each size: the model, then kinds of sampling
+    assert of_models == [False, not runs_before, not runs_before]
 
 
 def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
