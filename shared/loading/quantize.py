@@ -118,14 +118,14 @@ def _ranks_of_inputs(
 
 def _linears(path: str, module: nn.Module) -> list[str]:
     """The checkpoint's names of the linear layers that a module is; [] for other modules."""
-    if isinstance(module, MergedLinear):
+    weight = getattr(module, "weight", None)
+    if isinstance(module, MergedLinear) and (weight is None or weight.dim() == 2):  # no convolutions
         parent = path[: path.rfind(".") + 1]
         return [
             parent + name.removesuffix(".weight") for name in module.weight_views() if name.endswith("weight")
         ]
     if isinstance(module, FusedExperts):
         return [f"{path}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    weight = getattr(module, "weight", None)
     is_linear = isinstance(weight, nn.Parameter) and weight.dim() == 2
     return [path] if is_linear and not isinstance(module, nn.Embedding) else []
 

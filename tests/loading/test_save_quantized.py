@@ -23,7 +23,8 @@ FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 2048}
 
 
 @pytest.mark.parametrize(
-    ("model", "method"), [("tiny-dense", "int8"), ("tiny-dense", "int4"), ("tiny-moe", "fp8")]
+    ("model", "method"),
+    [("tiny-dense", "int8"), ("tiny-dense", "int4"), ("tiny-moe", "fp8"), ("tiny-hybrid", "fp8")],
 )
 def test_a_checkpoint_has_the_weights_of_the_flag(
     model: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import torch
 from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_model
 from safetensors.torch import load_file, save_file
 
+from diptych.reference.layers import Linear
 from diptych.shared.config import parse_config, read_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.weights import iterate_weights
@@ -215,6 +216,22 @@ def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
             llm.step()
         llm.abort(collector.rid)
         assert llm.generate([prompt], params, progress=False)[0].output_ids == expected
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    """Every linear layer is quantized, the convolution is not; results are those of the dequantized weights."""
+    random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"device": "cpu", "panel": "reference", "max_total_tokens": 64}
+    quantized, plain = (LLM(model=str(tmp_path), quantization=q, **flags) for q in ("int4", None))
+    modules: dict[str, Any] = dict(quantized.assembly.model.named_modules())
+    for name, module in plain.assembly.model.named_modules():
+        if isinstance(module, Linear) and name != "lm_head":
+            module.weight.data = modules[name].dequantized_weight()
+    found = []
+    for llm in (quantized, plain):
+        output = llm.generate(prompt_of(20), max_tokens=1, return_logprob=True, logprob_start_len=0)
+        found.append(torch.tensor([token.logprob for token in output.input_logprobs[1:]]))
+    torch.testing.assert_close(*found, rtol=0.0, atol=TOLERANCE)  # sums of groups have another order
 
 
 REFUSED: list[dict[str, Any]] = [

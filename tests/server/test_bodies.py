@@ -178,6 +178,7 @@ def test_the_limits_of_marks(mark: bytes) -> None:
     [
         json.dumps({"prompt": list(range(30_000)), "n": 1}),
         '{"a": "' + "a" * 20_000 + '\\ud800", "x": [NaN, -Infinity, 1e400, 123456789012345678901234567890]}',
+        json.dumps([10**30 - 1] * 1000),
         '{"a": 1, "a": 2, "b": "' + "é" * 20_000 + '"}',
         "[" + "[]," * 2000 + "0]",
     ],
@@ -186,3 +187,10 @@ def test_a_long_body_is_read_as_a_short_one(text: str) -> None:
     """By one call or with pauses: the same values, those that only one of the two parsers takes included."""
     found = bodies.read_body(TypeAdapter(Any), text.encode(), bodies._loads_with_pauses)
     assert repr(found) == repr(json.loads(text))
+
+
+def test_numbers_of_many_digits_are_read_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MB of few values: one call would hold up other requests for 0.3 s."""
+    text = f"[{','.join(['7' * 4000] * 2000)}]"
+    monkeypatch.setattr(bodies.msgspec.json, "decode", lambda _: pytest.fail("one call"))
+    assert bodies._loads_with_pauses(text.encode())[-1] == int("7" * 4000)

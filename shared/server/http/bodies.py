@@ -25,6 +25,7 @@ from diptych.shared.server.http.limits import (
     INLINE_BYTES,
     MAX_DISCARDED,
     MAX_MARKS,
+    ONE_CALL_BYTES,
     ONE_CALL_MARKS,
 )
 
@@ -170,7 +171,8 @@ def _read_long_body(adapter: TypeAdapter[Any], content: bytes) -> Any:
 def _loads_with_pauses(content: bytes) -> Any:
     """One call that is short enough, else Python calls, at which a thread lets others run: a list of numbers
     would be read without a pause."""
-    if all(content.count(mark) <= limit for mark, limit in ONE_CALL_MARKS.items()):
+    is_short = len(content) <= ONE_CALL_BYTES
+    if is_short and all(content.count(mark) <= limit for mark, limit in ONE_CALL_MARKS.items()):
         with contextlib.suppress(msgspec.DecodeError, RecursionError):  # it refuses NaN and lone surrogates
             return msgspec.json.decode(content)
     return json.loads(content, parse_int=lambda text: int(text), parse_float=lambda text: float(text))
