@@ -219,7 +219,7 @@ def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_quantized_weights(tmp_path: Path) -> None:
-    """Every linear layer is quantized, the convolution is not; results are those of the dequantized weights."""
+    """The convolution stays as it is; results are those of the dequantized weights."""
     random_hf_model(HYBRID_CONFIGS["qwen3.5"]).save_pretrained(tmp_path)
     flags: dict[str, Any] = {"device": "cpu", "panel": "reference", "max_total_tokens": 64}
     quantized, plain = (LLM(model=str(tmp_path), quantization=q, **flags) for q in ("int4", None))
