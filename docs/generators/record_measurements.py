@@ -50,9 +50,9 @@ def _with_entries_once(report: dict[str, Any]) -> dict[str, Any]:
     keys = [key for key in ("flags", "components") if isinstance(rows, list) and all(key in r for r in rows)]
     if not keys or len(rows) < 2:
         return report
-    once = {key: [e for e in rows[0][key].items() if all(e in r[key].items() for r in rows)] for key in keys}
-    for key in keys:
-        rows = [{**r, key: dict(e for e in r[key].items() if e not in once[key])} for r in rows]
+    texts = {k: [{*map(json.dumps, r[k].items())} for r in rows] for k in keys}  # 1 is not true
+    once = {k: [e for e in rows[0][k].items() if all(json.dumps(e) in t for t in texts[k])] for k in keys}
+    rows = [{**r, **{k: dict(e for e in r[k].items() if e not in once[k]) for k in keys}} for r in rows]
     return {**report, IN_EACH: {key: dict(entries) for key, entries in once.items()}, "results": rows}
 
 

@@ -2,26 +2,30 @@
 
 A tokenizer first cuts a text at its added tokens, such as `<|im_start|>`, and encodes each segment between
 two of them by itself. So the ids of a segment can be kept: the next turn of a conversation of 38,000 tokens
-encodes its last messages only.
+encodes only its last messages.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-MAX_CHARS = 8_000_000
-"""Of all segments that are kept; their ids take ten times as many bytes."""
-ENTRY_CHARS = 100
-"""What a segment costs beside its characters."""
+MAX_BYTES = 32 * 2**20
+"""Of all segments that are kept, and of their ids."""
+ENTRY_BYTES = 200
+"""Of a segment, beside its text and its ids."""
+MAX_CUTS = 512
+"""Tokens at which texts are cut. A character with which many tokens begin is compared with each of them."""
 
 Encode = Callable[[str], list[int]]
 
-# Steps that see a segment alone, whatever stands before it.
+# Steps whose result for a segment does not depend on the text before it.
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Replace"}
 _PRE_TOKENIZERS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "ByteLevel"}
 
@@ -29,13 +33,13 @@ _PRE_TOKENIZERS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSp
 class Segments:
     """Encodes texts segment by segment and keeps the ids of the latest segments. Threads may share it."""
 
-    def __init__(self, encode: Encode, added: dict[str, int], max_chars: int = MAX_CHARS) -> None:
+    def __init__(self, encode: Encode, added: dict[str, int], max_bytes: int = MAX_BYTES) -> None:
         """encode: of a text without added tokens. added: token -> id."""
         self._encode, self._added = encode, added
-        longest_first = sorted(added, key=len, reverse=True)  # as the tokenizer: the longest that begins here
+        longest_first = sorted(added, key=len, reverse=True)  # the tokenizer takes the longest, too
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
-        self._kept: OrderedDict[str, list[int]] = OrderedDict()
-        self._chars_left = max_chars
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()
+        self._bytes_left = max_bytes
         self._lock = threading.Lock()
 
     def ids(self, text: str) -> list[int]:
@@ -48,25 +52,29 @@ class Segments:
                 ids += self._ids_of(segment)
         return ids
 
-    def _ids_of(self, segment: str) -> list[int]:
+    def _ids_of(self, segment: str) -> array[int]:
         with self._lock:
             if segment in self._kept:
                 self._kept.move_to_end(segment)
                 return self._kept[segment]
-        ids = self._encode(segment)
+        ids = array("i", self._encode(segment))
         with self._lock:
             if segment not in self._kept:
                 self._kept[segment] = ids
-                self._chars_left -= len(segment) + ENTRY_CHARS
-            while self._chars_left < 0:
-                old, _ = self._kept.popitem(last=False)
-                self._chars_left += len(old) + ENTRY_CHARS
+                self._bytes_left -= num_bytes(segment, ids)
+            while self._bytes_left < 0:
+                self._bytes_left += num_bytes(*self._kept.popitem(last=False))
         return ids
 
 
+def num_bytes(segment: str, ids: array[int]) -> int:
+    """Memory of an entry."""
+    return ENTRY_BYTES + sys.getsizeof(segment) + ids.itemsize * len(ids)
+
+
 def cut_tokens(hf_tokenizer: Any) -> dict[str, int] | None:
-    """The added tokens at which a text may be cut -> their ids. None: the ids of a segment may depend on what
-    stands before it, as where only a text's first word gets a space."""
+    """The added tokens at which a text may be cut -> their ids. None: the ids of a segment may depend on the
+    text before it, as where only a text's first word gets a space; or there are more than MAX_CUTS."""
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is None or not all(map(_is_normalizer, _steps(backend.normalizer, "normalizers"))):
         return None
@@ -75,7 +83,22 @@ def cut_tokens(hf_tokenizer: Any) -> dict[str, int] | None:
     added = {i: token for i, token in hf_tokenizer.added_tokens_decoder.items() if not token.normalized}
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
-    return {token.content: token_id for token_id, token in added.items() if token.content}
+    if getattr(hf_tokenizer, "split_special_tokens", False):  # then it encodes them as text
+        return None
+    cuts = {token.content: i for i, token in added.items() if token.special and token.content}
+    others = {token.content: i for i, token in added.items() if not token.special and token.content}
+    if _covers(others, cuts):
+        cuts |= others
+    return cuts if len(cuts) <= MAX_CUTS else None
+
+
+def _covers(tokens: Collection[str], cuts: Collection[str]) -> bool:
+    """Whether the tokenizer may take one of `tokens` where one of `cuts` begins inside it."""
+    starts = {cut[:n] for cut in cuts for n in range(1, len(cut) + 1)}
+    return any(
+        any(cut in token for cut in cuts) or any(token[i:] in starts for i in range(1, len(token)))
+        for token in tokens
+    )
 
 
 def _steps(step: Any, children: str) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def refused(*words: str, says: str) -> list[str]:
     [
         (("http://127.0.0.1:9",), "--model, what it serves"),
         (("http://127.0.0.1:9", *MODEL), "no server answers: http://127.0.0.1:9"),
+        (("http://[bad", *MODEL), "'http://[bad' is not the URL of a server"),
         (("file", *MODEL), "'file' is not the URL of a server"),
         (("http://127.0.0.1:abc", *MODEL), "Invalid port: 'abc'"),
         (("http://127.0.0.1:9", *MODEL, "--tool-call-parser", "nope"), "got 'nope'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from diptych.shared.text.segments import ENTRY_CHARS, Segments, cut_tokens
+from diptych.shared.text.segments import MAX_CUTS, Segments, cut_tokens, num_bytes
 from diptych.shared.text.tokenizer import Tokenizer
 from tests.text.make import EOS, START, TEXTS, byte_fallback, byte_level
 
@@ -24,7 +25,7 @@ def test_ids_are_those_of_the_whole_text(make: Any) -> None:
     added = cut_tokens(tokenizer.hf_tokenizer)
     assert added is not None
     assert {EOS, START} <= set(added)
-    segments = Segments(lambda text: tokenizer.encode(text, False), added, max_chars=2000)
+    segments = Segments(lambda text: tokenizer.encode(text, False), added, max_bytes=5000)
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices(PIECES, k=rng.randint(0, 12)))
@@ -58,17 +59,17 @@ def test_the_oldest_are_forgotten() -> None:
         encoded.append(text)
         return [len(text)]
 
-    segments = Segments(encode, {"|": 0}, max_chars=2 * (ENTRY_CHARS + 1))
+    segments = Segments(encode, {"|": 0}, max_bytes=2 * num_bytes("a", array("i", [1])))
     segments.ids("a|b|a|c")  # c takes the place of b
     assert encoded == ["a", "b", "c"]
     assert segments.ids("a|b") == [1, 0, 1]
     assert encoded == ["a", "b", "c", "b"]
-    assert Segments(encode, {}, max_chars=0).ids("longer than all") == [15]
+    assert Segments(encode, {}, max_bytes=0).ids("longer than all") == [15]
 
 
 def test_threads_share_it() -> None:
     tokenizer = byte_level()
-    segments = Segments(lambda text: tokenizer.encode(text, False), {EOS: tokenizer.encode(EOS)[0]}, 1000)
+    segments = Segments(lambda text: tokenizer.encode(text, False), {EOS: tokenizer.encode(EOS)[0]}, 3000)
     texts = [EOS.join(random.Random(i).choices(TEXTS, k=5)) for i in range(50)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(segments.ids, texts)) == [tokenizer.encode(text, False) for text in texts]
@@ -94,11 +95,44 @@ def _with_stripping_token(raw: RawTokenizer) -> None:
     raw.add_special_tokens([AddedToken("<|strip|>", lstrip=True, normalized=False)])
 
 
+def _with_many_tokens(raw: RawTokenizer) -> None:
+    raw.add_special_tokens([f"<|{i}|>" for i in range(MAX_CUTS)])
+
+
 @pytest.mark.parametrize(
-    "change", [_with_normalizer, _with_first_space, _with_prefix_space, _with_stripping_token]
+    "change",
+    [_with_normalizer, _with_first_space, _with_prefix_space, _with_stripping_token, _with_many_tokens],
 )
-def test_where_a_segment_depends_on_what_stands_before_it_nothing_is_cut(change: Any) -> None:
+def test_where_a_segment_depends_on_the_text_before_it_nothing_is_cut(change: Any) -> None:
     raw = _raw()
     change(raw)
     assert cut_tokens(PreTrainedTokenizerFast(tokenizer_object=raw)) is None
     assert cut_tokens(object()) is None
+    assert cut_tokens(PreTrainedTokenizerFast(tokenizer_object=_raw(), split_special_tokens=True)) is None
+
+
+@pytest.mark.parametrize("longer", [f"{START}user", f"the{START}", f" the{EOS[:3]}", f"x{EOS}{START}"])
+def test_a_longer_token_over_a_special_one_wins(longer: str) -> None:
+    """One that is not special is cut only where it may take the place of a special one."""
+    raw = _raw()
+    assert set(cut_tokens(PreTrainedTokenizerFast(tokenizer_object=raw)) or ()) == {EOS, START}
+    raw.add_tokens([AddedToken(longer, normalized=False)])
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    added = cut_tokens(hf_tokenizer)
+    assert added is not None
+    assert set(added) == {EOS, START, longer, " the stop sign"}
+    segments = Segments(lambda text: hf_tokenizer.encode(text, add_special_tokens=False), added)
+    rng = random.Random(0)
+    for _ in range(200):
+        text = "".join(rng.choices([longer, EOS, START, EOS[3:], "user", "the", " ", "x"], k=8))
+        assert segments.ids(text) == hf_tokenizer.encode(text, add_special_tokens=False), text
+
+
+def test_the_bound_counts_ids() -> None:
+    """Characters of four ids each take four times the memory of their ids."""
+    segments = Segments(lambda text: [1] * (4 * len(text)), {"|": 0}, max_bytes=100_000)
+    for i in range(20):
+        segments.ids(f"{i}" + "🙂" * 1000)
+    held = sum(num_bytes(text, ids) for text, ids in segments._kept.items())
+    assert 75_000 < held <= 100_000
+    assert held + segments._bytes_left == 100_000

@@ -1,6 +1,7 @@
 """The built-in EAGLE-3 head is what its card says: in the public format, trained, and accepted that often."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from diptych.shared.config import read_config, read_draft_config
 from diptych.shared.loading.draft_weights import draft_shapes, iterate_draft_weights
 from diptych.shared.loading.model_path import ASSETS, builtin_models
+from diptych.shared.tools.training import draft_vocabulary
 from diptych.shared.tools.training.acceptance import measure_acceptance, save_card
 from diptych.shared.tools.training.draft_vocabulary import cut
 from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
@@ -47,6 +49,27 @@ def test_its_vocabulary_is_a_part_of_the_targets() -> None:
     # What the record says of the uncut head: at most a fortieth of its accepted length is lost.
     for shape, before in recorded["acceptance_before"].items():
         assert record()["acceptance"][shape]["with_bonus"] >= 0.975 * before["with_bonus"]
+
+
+def test_a_second_cut_keeps_the_record_of_the_whole_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "head"))
+    kept = torch.arange(1088) + dict(iterate_draft_weights(FOLDER))["d2t"]
+    counts = torch.zeros(1920, dtype=torch.long).index_fill(0, kept[:700], 1)
+    monkeypatch.setattr(draft_vocabulary, "count_said", lambda _: counts)
+    for size, message in ((0, "--size is 0"), (1921, "from 1 to 1920"), (1920, "has no row")):
+        with pytest.raises(ValueError, match=message):
+            draft_vocabulary.main(folder, size)
+    assert all((folder / file.name).read_bytes() == file.read_bytes() for file in FOLDER.iterdir())
+    for size in (700, 700):
+        draft_vocabulary.main(folder, size)
+    written = json.loads((folder / "training.json").read_text())
+    before = record()["draft_vocabulary"]["acceptance_before"]
+    assert written["draft_vocabulary"]["acceptance_before"] == before
+    assert (written["draft_vocabulary"]["size"], "acceptance" in written) == (700, False)
+    weights = dict(iterate_draft_weights(folder))
+    assert torch.equal(torch.arange(700) + weights["d2t"], kept[:700])
 
 
 def test_cutting_keeps_the_rows_of_the_tokens() -> None:

@@ -100,7 +100,7 @@ def from_nibbles(tile, zero, HAS_ZERO: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def mxfp4_scales(exponents, dtype: tl.constexpr):
-    """uint8 -> 2 ** (exponent - 127), in bfloat16 or float32. That of 0 has no exponent of its own."""
+    """uint8 -> 2 ** (exponent - 127), in bfloat16 or float32. 2 ** -127 is subnormal."""
     if dtype == tl.bfloat16:
         bits = tl.where(exponents == 0, 0x40, exponents.to(tl.int16) << 7)
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -8,8 +8,8 @@ Shape: as moe_gemm.py: a CTA is one block of pairs of one expert by some columns
 columns together. Weights are the side of the tensor cores that has many rows. Two values of a byte belong to
 inputs half a unit apart, so low and high halves are two matrices that are multiplied by two pieces of x, and
 nothing is interleaved. The scales of groups are applied to the sum of a group, in float32; those of MXFP4,
-powers of two, to the weights, which stays exact; they are asked for one step ahead, for loads of so few bytes
-are not pipelined. A pair's sum has one order, whatever the batch.
+powers of two, to the weights, which stays exact; they are loaded one step ahead, because loads of so few
+bytes are not pipelined. A pair's sum has one order, whatever the batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def quantized_tiles(
         tile = QuantizedTile(block_m, 32, 4, 3)
     elif scheme.weight_type != "mxfp4":
         tile = QuantizedTile(block_m, 64, 4, 3)
-    elif block_m == 16:  # a warp for 32 rows: what it makes of the codes serves every pair
+    elif block_m == 16:  # a warp dequantizes 32 rows once, for all pairs
         return QuantizedTile(block_m, 32, 2, 3), QuantizedTile(block_m, 64, 2, 3)
     else:
         return QuantizedTile(block_m, 64, 4, 3), QuantizedTile(block_m, 64, 2, 3)

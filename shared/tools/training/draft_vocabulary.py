@@ -44,22 +44,26 @@ def main(
     folder: Annotated[Path, typer.Argument(help="the folder of the head, which is rewritten")],
     size: Annotated[int, typer.Option(help="tokens of the draft vocabulary")] = 1088,
 ) -> None:
-    """Cut the head, and record it in config.json, training.json and README.md."""
+    """Cut the head, and record it in config.json, training.json and README.md. Raises `ValueError`, without
+    having written, for a size that the head does not allow."""
     config, record = (json.loads((folder / name).read_text()) for name in ("config.json", "training.json"))
+    if not 1 <= size <= config["vocab_size"]:
+        raise ValueError(f"--size is {size}; it must be from 1 to {config['vocab_size']}, the model's ids")
     counts = count_said(config["vocab_size"])
     token_ids = counts.topk(size).indices.sort().values
     weights = cut(load_file(folder / "model.safetensors"), token_ids)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config["draft_vocab_size"] = size
     record["num_parameters"] = sum(
         tensor.numel() for tensor in weights.values() if tensor.is_floating_point()
     )
+    acceptance, last_cut = record.pop("acceptance", {}), record.get("draft_vocabulary", {})
     record["draft_vocabulary"] = {
         "command": f"python -m diptych.shared.tools.training.draft_vocabulary {folder} --size {size}",
         "size": size,
         "share_of_tokens": round(float(counts[token_ids].sum() / counts.sum()), 4),
-        "acceptance_before": record.pop("acceptance"),
+        "acceptance_before": last_cut.get("acceptance_before", acceptance),
     }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name, value in (("config.json", config), ("training.json", record)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
     save_card(folder)

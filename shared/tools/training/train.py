@@ -230,7 +230,7 @@ def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> t
 def main(
     out: Annotated[Path, typer.Option(help="the model folder to write")],
     model: Annotated[str, typer.Option(help="dense, moe or hybrid")] = "dense",
-    steps: Annotated[int, typer.Option(help="optimizer steps; 0: as the published weights")] = 0,
+    steps: Annotated[int, typer.Option(help="steps; 0: as the built-in weights (hybrid: --seconds 232)")] = 0,
     seconds: Annotated[float, typer.Option(help="train so long instead, compilation included")] = 0.0,
     rows: Annotated[int, typer.Option(help="packed rows a step")] = 64,
     row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,

@@ -41,7 +41,7 @@ def compressed(a: torch.Tensor, b: torch.Tensor, rank: int) -> dict[str, torch.T
     root = size[:rank, None].sqrt()
     found = {}
     for part, factor in (("a", root * v[:rank]), ("b", root * u.T[:rank])):
-        scale = factor.abs().amax(1) / 127
+        scale = (factor.abs().amax(1) / 127).clamp_min(1e-12)  # of a row of zeros, which stay zeros
         found |= {part: (factor / scale[:, None]).round().to(torch.int8), f"{part}_scale": scale}
     return found
 

@@ -43,7 +43,7 @@ def check_url(url: str) -> None:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ValueError(f"{url!r} is not the URL of a server: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if parts.scheme not in ("http", "https") or not parts.host or "%5B" in parts.host:
         raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
 
 
