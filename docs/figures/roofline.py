@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from diptych.shared.tools.bench.step_cost import Ceilings
 from docs.figures.blocks import boxes, legend
 from docs.figures.svg import HUES, Svg, figure
-from docs.figures.timelines import load
+from docs.generators.measured import load
 
 X_RANGE, Y_RANGE = (0.8, 20_000.0), (2.0, 2000.0)
 HEIGHT = 380

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from docs.figures.blocks import boxes, legend
 from docs.figures.svg import Svg, figure
+from docs.generators.measured import load
 
-DATA = Path(__file__).parents[1] / "measurements" / "data"
 CPU_CLASSES = {
     "schedule": "fa",
     "prepare": "fa",
@@ -21,11 +19,6 @@ CPU_CLASSES = {
 }
 Bar = tuple[str, float, float]
 """(class, start, end), in milliseconds."""
-
-
-def load(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return data
 
 
 class Axis:
