@@ -12,7 +12,9 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Drafter
 from diptych.shared.loading.model_path import resolve_model_path
 
-END_BYTES = 64 * 2**10
+BLOCK_BYTES = 64 * 2**10
+NUM_BLOCKS = 18
+"""Of a file of weights: the start, sixteen places between, and the end."""
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
 
 
@@ -20,7 +22,7 @@ class SentPool:
     """Two pools with the same slots as one: the layers of the target, then those of the drafter."""
 
     def __init__(self, kv_pool: Any, draft_pool: Any, drafter: str) -> None:
-        """drafter: a name that is the same in engines with the same drafter."""
+        """drafter: a name that is the same in engines with the same drafter and the same dtypes of it."""
         self.kv_pool, self.draft_pool, self.drafter = kv_pool, draft_pool, drafter
         self.page_size, self.dtype, self.device = kv_pool.page_size, kv_pool.dtype, kv_pool.device
         self.num_layers = kv_pool.num_layers + draft_pool.num_layers
@@ -44,11 +46,13 @@ class SentPool:
         return self.kv_pool, layer_id
 
 
-def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None) -> Any:
-    """The pool that a transport reads and writes. Raises `ValueError` for a drafter that reads hidden states
-    of the target and has no KV of its own, which could be sent."""
+def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None, dtype: torch.dtype) -> Any:
+    """The pool that a transport reads and writes. dtype: of activations, in which a drafter's states are sent.
+    Raises `ValueError` for a drafter that reads hidden states of the target and has no KV of its own, which
+    could be sent."""
     if drafter is not None and drafter.kv_pool is not None:
-        return SentPool(kv_pool, drafter.kv_pool, drafter_name(config))
+        name = f"{drafter_name(config)} with KV in {drafter.kv_pool.dtype} and states in {dtype}"
+        return SentPool(kv_pool, drafter.kv_pool, name)
     if drafter is not None and drafter.hidden_layers is not None:
         raise ValueError(
             f"prefill and decode in two engines do not work with the drafter {type(drafter).__name__}: it "
@@ -58,8 +62,8 @@ def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None) -> An
 
 
 def drafter_name(config: EngineConfig) -> str:
-    """The algorithm, and a hash of the draft model: of its config.json and of the size and the end of each
-    file with weights."""
+    """The algorithm, and a hash of the draft model: of its config.json, and of the size and `NUM_BLOCKS` blocks
+    of each file with weights."""
     found = hashlib.sha256()
     if config.speculative_draft_model is not None:
         folder = resolve_model_path(config.speculative_draft_model, config.load_format)
@@ -69,6 +73,14 @@ def drafter_name(config: EngineConfig) -> str:
             elif file.suffix in WEIGHT_FILES:
                 size = file.stat().st_size
                 with file.open("rb") as opened:
-                    opened.seek(max(size - END_BYTES, 0))
-                    found.update(f"{file.name} {size} ".encode() + opened.read())
+                    found.update(f"{file.name} {size} ".encode())
+                    for start in block_starts(size):
+                        opened.seek(start)
+                        found.update(opened.read(BLOCK_BYTES))
     return f"{config.speculative} {found.hexdigest()[:16]}"
+
+
+def block_starts(size: int) -> list[int]:
+    """Where the blocks of a file begin; those of a file of at most `NUM_BLOCKS` blocks have all of it."""
+    last = max(size - BLOCK_BYTES, 0)
+    return [last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)]

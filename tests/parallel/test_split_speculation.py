@@ -20,7 +20,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.processes.disaggregated import sent_pool_of
 from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.loading.sent_pool import SentPool, sent_pool
+from diptych.shared.loading.sent_pool import BLOCK_BYTES, SentPool, block_starts, drafter_name, sent_pool
 from diptych.shared.types import Req, SamplingParams, SpeculationStats
 from tests.parallel.engine_pair import SECONDS, output_ids, pair_of
 from tests.parallel.split_ranks import cluster_of
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 def tiny_dense(flags: dict[str, Any]) -> EngineConfig:
     defaults: dict[str, Any] = {"panel": "reference", "page_size": 4, "context_len": 256}
     flags = {**defaults, "max_total_tokens": 1024, "max_running_requests": 8, **flags}
-    return EngineConfig(model="tiny-dense", device="cpu", dtype="float32", **flags)
+    return EngineConfig(model="tiny-dense", device="cpu", **{"dtype": "float32"} | flags)
 
 
 def prompts(assembly: Assembly) -> list[Req]:
@@ -146,18 +146,28 @@ def other_head(folder: Path) -> str:
     return str(copy)
 
 
-@pytest.mark.parametrize("other", [{}, STANDALONE, EAGLE3], ids=["none", "standalone", "another head"])
+FP8 = EAGLE3 | {"kv_cache_dtype": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    "other", [{}, STANDALONE, EAGLE3, FP8], ids=["none", "standalone", "another head", "another dtype"]
+)
 def test_sides_with_different_drafters(other: dict[str, Any], tmp_path: Path) -> None:
     """They are not connected, and each goes on."""
     if other is EAGLE3:
         other = other | {"speculative_draft_model": other_head(tmp_path)}
-    engines = [assemble(tiny_dense(flags)) for flags in (EAGLE3, other)]
+    if other is FP8:  # the target's pools are alike, the head's are not
+        other = other | {"dtype": "bfloat16"}
+    engines = [assemble(tiny_dense(flags)) for flags in (FP8 if "dtype" in other else EAGLE3, other)]
     ends = socket.socketpair()
     with ThreadPoolExecutor(2) as threads:
         connecting = list(map(threads.submit, [Transport] * 2, ends, map(sent_pool_of, engines)))
         said = [str(each.exception(SECONDS)) for each in connecting]
     names = ["drafter eagle3", f"drafter {other['speculative']}" if other else "no KV of a drafter"]
     assert all(name in each for each in said for name in names), said
+    if other.get("dtype"):
+        names = [f"KV in torch.{name} and states in torch.{name}" for name in ("float32", "bfloat16")]
+        assert all(name in each for each in said for name in names), said
     assert [end.fileno() for end in ends] == [-1, -1]
     for engine in engines:
         allocator = engine.parts.allocator
@@ -167,7 +177,27 @@ def test_sides_with_different_drafters(other: dict[str, Any], tmp_path: Path) ->
 def test_a_drafter_whose_states_cannot_be_sent() -> None:
     drafter: Any = SimpleNamespace(kv_pool=None, hidden_layers=())
     with pytest.raises(ValueError, match="it reads hidden states of the prompt, and has no kv_pool"):
-        sent_pool(tiny_dense({}), None, drafter)
+        sent_pool(tiny_dense({}), None, drafter, torch.float32)
+
+
+def test_what_is_compared_of_a_draft_model(tmp_path: Path) -> None:
+    """A byte in a block that is read changes the name, wherever the block is; one between two blocks does
+    not. A small file is read whole."""
+    weights = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+
+    def name(size: int, changed: int | None = None) -> str:
+        content = bytearray(size)
+        if changed is not None:
+            content[changed] = 1
+        weights.write_bytes(content)
+        return drafter_name(tiny_dense(EAGLE3 | {"speculative_draft_model": str(tmp_path)}))
+
+    size, middle = 4 * 2**20, BLOCK_BYTES // 2
+    assert name(size) != name(size + 1)
+    assert all(name(size, start + middle) != name(size) for start in block_starts(size))
+    assert name(size, block_starts(size)[1] - middle) == name(size)
+    assert all(name(10**6, place) != name(10**6) for place in range(1234, 10**6, 10**5))
 
 
 BUGS = Bugs("drafts behind another engine", finder="drafts of one engine")

@@ -61,7 +61,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
 
 def sent_pool_of(assembly: Assembly) -> Any:
     """The pool that a transport of this engine reads and writes."""
-    return sent_pool(assembly.config, assembly.kv_pool, assembly.parts.drafter)
+    return sent_pool(assembly.config, assembly.kv_pool, assembly.parts.drafter, assembly.dtype)
 
 
 def transport_of(config: EngineConfig) -> type[Transport]:
