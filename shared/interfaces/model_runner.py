@@ -87,7 +87,9 @@ class ModelRunner(ABC):
         self, config: EngineConfig, sampler: Sampler, num_token_ids: int
     ) -> None:
         """Called at most once, after the pools are made and before the first batch: the time to warm up and
-        to capture CUDA graphs. Results do not depend on it. May write the dummy page, and nothing else."""
+        to capture CUDA graphs. With `config.cuda_graph_block_len`, passes of block diffusion with blocks of
+        this length may be captured too. Results do not depend on it. May write the dummy page, and nothing
+        else."""
 
     @abstractmethod
     def forward_and_sample(

@@ -12,6 +12,7 @@ import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
 from diptych.shared.config.engine import MAX_BLOCK_LEN
+from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import Drafter
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
@@ -29,6 +30,8 @@ BYTES_PER_LOGIT = 24
 BYTES_PER_GRAPH = 16 * 2**20
 """The memory that CUDA keeps for the kernels of a captured step, in addition to the tensors that all graphs
 share."""
+CHUNK = 64
+"""Tokens of a chunk of linear attention."""
 NUM_GRAPHS = 36
 EXTEND_GRAPHS = 512 * 2**20
 """Prefill graphs, for the numbers of tokens that are captured by default: the larger a model, the fewer."""
@@ -201,7 +204,9 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
     # Residual, norm, result, and a norm's float32; the larger of attention and MLP, which are never live
     # together.
-    per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
+    linear, chunks = linear_bytes(model.linear_attention, dtype)
+    largest = max(max(attention, mlp) * dtype.itemsize, linear)
+    per_token = 3 * model.hidden_size * dtype.itemsize + largest + 8 * model.hidden_size
     per_token += 4 * len(layers) * model.layer_input_size * dtype.itemsize  # two terms, their sum, a copy
     num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
     num_logit_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
@@ -217,12 +222,27 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     masks = {} if config.cuda_graph_block_len is None else {"masks": mask_bytes(config, model)}
     return masks | {
-        "activations": num_tokens * per_token,
+        "activations": num_tokens * per_token + 2 * config.max_running_requests * chunks,
         "logits": num_logit_rows * model.vocab_size * BYTES_PER_LOGIT,
         "req_to_token": (num_rows(config) + 1) * context_len * torch.int32.itemsize,
         "graphs": graphs,
         "libraries": LIBRARIES,
     }
+
+
+def linear_bytes(linear: LinearAttentionConfig | None, dtype: torch.dtype) -> tuple[int, int]:
+    """The bytes that a layer of linear attention takes for a token of a prompt (`delta_chunks`), and for a
+    chunk. A prompt may begin and end in a chunk that it does not fill."""
+    if linear is None:
+        return 0, 0
+    k_size = linear.num_v_heads * linear.k_head_dim
+    num_gates = linear.num_v_heads * (linear.num_decays + 1)  # g and beta
+    wide = num_gates + linear.num_channels + linear.v_size + k_size + linear.num_v_heads * linear.num_decays
+    narrow = sum(linear.projections.values()) + linear.v_size
+    if linear.channel_decay:
+        narrow += k_size + linear.k_head_dim  # a, and its factor
+    chunk = (2 if linear.channel_decay else 1) * linear.num_v_heads * CHUNK**2 * 4
+    return wide * 4 + narrow * dtype.itemsize + chunk // CHUNK, chunk
 
 
 def mask_bytes(config: EngineConfig, model: ModelConfig) -> int:

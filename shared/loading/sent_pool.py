@@ -47,9 +47,9 @@ class SentPool:
 
 
 def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None, dtype: torch.dtype) -> Any:
-    """The pool that a transport reads and writes. dtype: of activations, in which a drafter's states are sent.
-    Raises `ValueError` for a drafter that reads hidden states of the target and has no KV of its own, which
-    could be sent."""
+    """The pool that a transport reads and writes. dtype: of activations, and so of a drafter's states. Raises
+    `ValueError` for a drafter that reads hidden states of the target and has no KV of its own, which could be
+    sent."""
     if drafter is not None and drafter.kv_pool is not None:
         name = f"{drafter_name(config)} with KV in {drafter.kv_pool.dtype} and states in {dtype}"
         return SentPool(kv_pool, drafter.kv_pool, name)
@@ -62,8 +62,8 @@ def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None, dtype
 
 
 def drafter_name(config: EngineConfig) -> str:
-    """The algorithm, and a hash of the draft model: of its config.json, and of the size and `NUM_BLOCKS` blocks
-    of each file with weights."""
+    """The algorithm, and a hash of the draft model: of its config.json, and of the size and `NUM_BLOCKS`
+    blocks of each file with weights."""
     found = hashlib.sha256()
     if config.speculative_draft_model is not None:
         folder = resolve_model_path(config.speculative_draft_model, config.load_format)

@@ -42,7 +42,8 @@ def shard_config(
         sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size, tp
     for name, (number, num) in sizes.items():
         if number % num != 0:
-            raise ValueError(f"tp={num}: {name} ({number}) of {config.architecture} is not a multiple of it")
+            ranks = f"tp={num}" if num == tp else f"dp * tp = {num}"
+            raise ValueError(f"{ranks}: {name} ({number}) of {config.architecture} is not a multiple of it")
     if ep > 1:
         _check_experts(config, ep, num_redundant)
     if moe is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
+from diptych.optimized.kernels.recurrence.step_tables import CHUNK
 from diptych.optimized.linear_attention import LinearAttention
 from diptych.shared.interfaces.linear_attention import StateStore
+from diptych.shared.loading import kv_sizing
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.oracles.linear_batches import (
     LAYER,
@@ -98,3 +101,34 @@ def test_gates() -> None:
     heads, gates = normal(5, 72), normal(5, 2, 6, 24)[:, 1, :, 5:17]
     expected = heads * torch.sigmoid(gates).flatten(1)
     torch.testing.assert_close(gate_heads(heads, gates), expected)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made without contents."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("empty", "new_empty", "empty_like"):
+            self.num_bytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("channel_decay", [False, True])
+def test_the_memory_plan_has_the_buffers_of_prompts(channel_decay: bool) -> None:
+    """All that a step allocates, and its inputs, without the model's projections."""
+    case = LinearCase(
+        "case", steps=((CHUNK,),), num_k_heads=2, num_v_heads=2, v_head_dim=20, channel_decay=channel_decay
+    )
+    world = world_of(case)
+    backend = LinearAttention(world.pool)
+    _, (u, g, beta), batch = world.inputs_of(0)
+    plan = backend.plan(batch)
+    with Allocations() as found:
+        backend.run(u, g, beta, world.layer, plan)
+    assert kv_sizing.CHUNK == CHUNK
+    planned, chunk = kv_sizing.linear_bytes(case.config, u.dtype)
+    num_projected = sum(case.config.projections.values()) + (2 * 16 + 16 if channel_decay else 0)
+    assert found.num_bytes + g.nbytes + beta.nbytes == CHUNK * (planned - num_projected * u.dtype.itemsize)
+    assert chunk == (2 if channel_decay else 1) * 2 * CHUNK**2 * 4

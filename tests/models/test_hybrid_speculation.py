@@ -129,6 +129,7 @@ def test_text(flags: dict[str, Any], panel: str, tmp_path: Path) -> None:
     [
         ("qwen3.5", {"use": {"model_runner": GRAPHS}, "cuda_graph_bs": (1, 4)}),
         ("qwen3-next", {"use": {"model_runner": GRAPHS}, "cuda_graph_bs": (2, 4), "speculative_auto": True}),
+        ("kimi-linear", {"use": {"model_runner": GRAPHS}, "cuda_graph_bs": (1, 4)}),
         ("qwen3.5", {"disable_overlap_schedule": True}),
         ("qwen3.5", {"use": {"linear_attention": "reference"}}),
     ],

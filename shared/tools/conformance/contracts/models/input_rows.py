@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ CLOSE = tolerance("logits", torch.float32)
 NUM_TOKENS = 9
 
 
+def takes_rows(models: Models, config: ModelConfig) -> bool:
+    """Whether `forward` has the optional argument."""
+    parameters = signature(make_model(models, config).forward).parameters.values()
+    return any(each.name == "input_embeds" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
 @contract(
     "input_embeds go into layer 0, and input_ids are not read; parts of a row behind the first are added to "
     "the inputs of layers 1, 2 and so on.",
@@ -28,6 +35,8 @@ NUM_TOKENS = 9
 )
 def given_inputs(impl: Models, case: Case) -> None:
     config, inputs = parse_config(CONFIGS[case.config]), Inputs(1)
+    if not takes_rows(impl, config):
+        return
     model, num_layers, size = make_model(impl, config), config.num_hidden_layers, config.hidden_size
     rows = inputs.normal(NUM_TOKENS, num_layers * size)
 
@@ -68,6 +77,8 @@ def with_axes() -> ModelConfig:
 )
 def axes_of_tokens(impl: Models, case: Case, reference: Models) -> None:
     config, inputs = with_axes(), Inputs(2)
+    if not takes_rows(impl, config):
+        return
     ids = inputs.integers(config.vocab_size, case.num_tokens).tolist()
     places = inputs.integers(60, 3, case.num_tokens)
     own = torch.arange(case.num_tokens).repeat(3, 1)
