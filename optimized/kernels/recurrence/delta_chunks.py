@@ -89,8 +89,8 @@ def _channel_products_kernel(
         own += tl.sum(q * k, axis=1)
         # --8<-- [start:channel-decay]
         # exp(G[i] - G[j]) = exp(G[i] - G[m]) exp(G[m] - G[j]): with m between i and j no
-        # factor exceeds 1. Level l has the pairs that the inverse joins at this level: i is in a
-        # block of 2 ** l rows, j in the block before it. m is the first row of i's block.
+        # factor exceeds 1. Level l has the pairs that the inverse joins at this level: i is
+        # in a block of 2 ** l rows, j in the block before it. m is the block's first row.
         tile = rows[:, None] * (HEADS * K) + at + columns[None, :]
         G = tl.load(G_ptr + tile, mask=mask, other=0.0)
         tile = middle[:, None] * (HEADS * K) + at + columns[None, :]
