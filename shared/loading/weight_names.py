@@ -61,7 +61,8 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
     family = Family() if config is None else FAMILIES.get(config.architecture, Family())
     if config is not None and name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
-    match = _OF_ATTENTION.match(name)
+    linear = None if config is None else config.linear_attention
+    match = _OF_ATTENTION.match(name) if linear is not None and linear.channel_decay else None
     if config is not None and match and int(match[1]) in config.linear_layers:
         name = name.replace(".self_attn.", ".linear_attn.")  # Kimi-Linear has one name for both kinds
     for theirs, ours in family.names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import Drafter, DrafterParts
 from diptych.shared.parallel.alone import Alone
 from diptych.shared.speculation.adaptive_shape import AdaptiveShape
+from diptych.shared.speculation.draft_model_base import padding_token_ids
 from diptych.shared.tools.bench.round_cost import pieces_of
 from diptych.shared.tools.bench.step_inputs import fill_pool
 from diptych.shared.tools.conformance.contracts.drafter import drafting as clauses
@@ -216,8 +218,12 @@ def test_attention_that_cannot_be_captured_is_said_once() -> None:
 
 
 def test_ids_without_a_token_are_never_drafted() -> None:
-    drafter: Any = engine(EagleDrafter).parts.drafter
-    num_token_ids, hidden_size = drafter.parts.num_token_ids, drafter.draft_config.model.hidden_size
+    assembly, num_token_ids = engine(EagleDrafter), 1000  # of the head's 1,088 ids some are larger
+    drafter: Any = assembly.parts.drafter
+    assert drafter.is_no_token is None
+    few = replace(drafter.parts, num_token_ids=num_token_ids)
+    drafter.is_no_token = padding_token_ids(assembly.config, few, drafter.draft_config, drafter.model)
+    hidden_size = drafter.draft_config.model.hidden_size
     hidden_states = torch.randn(50, hidden_size, generator=torch.Generator().manual_seed(0))
     logits = drafter.model.compute_logits(hidden_states)
     best = drafter.model.to_target_ids(logits.topk(4).indices)

@@ -31,7 +31,10 @@ def of_recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torc
         for t in range(q.shape[2]):
             if t and ids[t] != ids[t - 1]:
                 state = torch.zeros_like(state)
-            state, output = delta_rule(state, *(part[row, :, t] for part in (q, k, v, g, beta)))
+            decay = g[row, :, t, None]  # one for all channels
+            state, output = delta_rule(
+                state, *(part[row, :, t] for part in (q, k, v)), decay, beta[row, :, t]
+            )
             outputs.append(output)
         rows.append(torch.stack(outputs, 1))
     return torch.stack(rows)

@@ -31,7 +31,8 @@ def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
 
 def config_in_step(config: EngineConfig, replica: int) -> EngineConfig:
     """The config of one of the config.dp replicas that step together. Raises `ValueError` likewise."""
-    what = f"dp={config.dp} replicas of {config.tp} ranks that share experts"
+    of_ranks = f" of {config.tp} ranks" if config.tp > 1 else ""
+    what = f"dp={config.dp} replicas{of_ranks} that share experts"
     num, device = config.dp * config.tp, config.device or default_device()
     return config.updated(device=device_at(device, replica * config.tp, num, what))
 
