@@ -32,9 +32,8 @@ def of_recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torc
             if t and ids[t] != ids[t - 1]:
                 state = torch.zeros_like(state)
             decay = g[row, :, t, None]  # one for all channels
-            state, output = delta_rule(
-                state, *(part[row, :, t] for part in (q, k, v)), decay, beta[row, :, t]
-            )
+            q_t, k_t, v_t, beta_t = (part[row, :, t] for part in (q, k, v, beta))
+            state, output = delta_rule(state, q_t, k_t, v_t, decay, beta_t)
             outputs.append(output)
         rows.append(torch.stack(outputs, 1))
     return torch.stack(rows)
