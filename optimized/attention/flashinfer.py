@@ -67,6 +67,7 @@ class FlashInferAttention(interface.AttentionBackend):
     and masks; no sinks, and no window under a tree_mask."""
 
     supports_cuda_graph = True
+    runs_before_capture = True
     kernels: Kernels = "fa2"
     """for batches other than decoding"""
 

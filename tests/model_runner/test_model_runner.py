@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
+import sys
 import warnings
 from dataclasses import replace
 from unittest.mock import MagicMock
@@ -277,6 +280,24 @@ def test_plans_that_a_run_completes_run_before_each_capture(
     PreparedSession(FakeGraphsRunner, model_for(), FEW)
     of_models = asked[:: len(asked) // 3]  # of each size: the model, then kinds of sampling
     assert of_models == [False, not runs_before, not runs_before]
+
+
+@pytest.mark.parametrize(("module", "name"), [("flashinfer", "FlashInferAttention"), ("fa3", "FA3Attention")])
+def test_backends_that_refuse_an_unplanned_capture_run_before_it(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    """The library need not be installed: its names are enough."""
+    if importlib.util.find_spec("flashinfer") is None:
+        parts = [each for each in sys.modules if each.startswith("diptych.optimized.attention.f")]
+        for each in (*parts, "flashinfer"):
+            monkeypatch.delitem(sys.modules, each, raising=False)
+        for each in ("", ".decode"):
+            monkeypatch.setitem(sys.modules, f"flashinfer{each}", MagicMock())
+    backend = getattr(importlib.import_module(f"diptych.optimized.attention.{module}"), name)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="run the plan once before it is captured"):
+        backend._planned(backend.__new__(backend), MagicMock(), MagicMock())
+    assert backend.runs_before_capture
 
 
 def test_a_capture_begins_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
