@@ -20,6 +20,7 @@ import torch
 from diptych.optimized.graphs.borrowed_buffers import Borrower, Memory
 from diptych.shared.interfaces import CausalLM, Collectives
 from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.grid import groups_of
 
 Replay = Callable[[], None]
 Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
@@ -30,8 +31,9 @@ class CudaGraphs:
     """Captures functions without arguments into graphs of one memory pool. Largest first: the memory of
     each serves the smaller ones after it. A replay may overwrite what graphs that were captured later have
     left, so a result that must outlive replays of other graphs is captured before them. Functions may
-    contain collectives of `ranks`: all ranks capture the same graphs in the same order. The end of an NCCL
-    communicator waits for the graphs that contain it, so they end before `ranks` do."""
+    contain collectives of `ranks` and of the groups of their grid: all ranks capture the same graphs in the
+    same order. The end of an NCCL communicator waits for the graphs that contain it, so they end before any
+    of these groups does."""
 
     def __init__(self, device: torch.device, ranks: Collectives) -> None:
         self.device = device
@@ -44,8 +46,8 @@ class CudaGraphs:
     def capture_with(self, ranks: Collectives) -> None:
         """Later captures are those of these ranks."""
         self.ranks = ranks
-        if ranks.size > 1:
-            weakref.finalize(ranks, _end, self._graphs)
+        for group in groups_of(ranks) if ranks.size > 1 else ():
+            weakref.finalize(group, _end, self._graphs)
 
     def capture(self, function: Callable[[], torch.Tensor], of_other_size: bool = False) -> CapturedCall:
         """Capture a function, after a run that compiles kernels and sets up libraries, and one that raises

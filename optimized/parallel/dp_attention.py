@@ -115,7 +115,7 @@ class PassDispatch(DispatchInStep):
             """Whether a padded step is replayed or launched kernel by kernel is this rank's matter: the
             collectives are the same."""
 
-            make_graphs = staticmethod(partial(graphs_of_runner, ranks=dispatch.ranks))
+            make_graphs = staticmethod(partial(graphs_of_runner, ranks=dispatch.all_ranks))
 
             def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
                 super().prepare(config, sampler, num_token_ids)

@@ -83,7 +83,8 @@ def load_model(
         if model_config.quantization is not None:
             tell_dequantized(model_config.quantization)
             with torch.device("meta"):
-                quantize_linears(model, model_config.quantization, component, shards, tp or ranks)
+                of_experts = ranks if config.dp_attention else None
+                quantize_linears(model, model_config.quantization, component, shards, tp or ranks, of_experts)
         runners: Any = None
         if config.moe_runner_backend != "auto" or any(hasattr(part, "runner") for part in model.modules()):
             runners = registry.load_part("moe_runners")

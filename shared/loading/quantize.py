@@ -67,10 +67,12 @@ def quantize_linears(
     component: Callable[[str], Any],
     shards: Shards | None = None,
     ranks: Collectives | None = None,
+    ranks_of_experts: Collectives | None = None,
 ) -> None:
     """Put quantized layers in place of a model's linear layers and experts, before its weights are loaded:
     those of the components `quantization` and `quantized_experts`. `shards`: the parts of this rank among
-    `ranks`. Raises `ValueError` for a module that cannot be quantized as the config says."""
+    `ranks`, and those of experts among `ranks_of_experts` (None: the same). Raises `ValueError` for a module
+    that cannot be quantized as the config says."""
     first_layer = shards.first_layer if shards is not None else 0
     for path, module in list(model.named_modules()):
         if path.endswith(DEQUANTIZED):
@@ -99,7 +101,9 @@ def quantize_linears(
         setattr(model.get_submodule(parent), name, replacement)
         if shards is not None:
             last = _whole_name(list(schemes)[-1], first_layer)
-            replacement.tp = _ranks_of_inputs(last, scheme, shards, ranks)
+            is_routed = isinstance(module, FusedExperts)
+            among = ranks_of_experts if is_routed and ranks_of_experts is not None else ranks
+            replacement.tp = _ranks_of_inputs(last, scheme, shards, among)
 
 
 def _ranks_of_inputs(
@@ -109,8 +113,9 @@ def _ranks_of_inputs(
     if len(shards.index(f"{name}.weight")) < 2:
         return None
     if shards.ep > 1 and ".experts." in name and scheme.inputs == "token":
+        ranks_are = "dp * tp" if shards.dp > 1 else "tp"
         raise ValueError(
-            f"tp={shards.size}, ep={shards.ep}: {name} with {scheme} needs the largest input of the "
+            f"{ranks_are}={shards.size}, ep={shards.ep}: {name} with {scheme} needs the largest input of the "
             f"{shards.size // shards.ep} ranks of its part; use ep={shards.size}, or ep=1"
         )
     return ranks

@@ -34,6 +34,7 @@ class DispatchInStep(ExpertDispatch):
     def __init__(self, ranks: Collectives, ep: int) -> None:
         """A replica may have several ranks, which have the same tokens. Then tokens go among ranks with the
         same part, and the layer adds the outputs of the ranks of a replica, as it does without experts."""
+        self.all_ranks = ranks
         self.ranks = stages_of(ranks)
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None

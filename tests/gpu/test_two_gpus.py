@@ -128,9 +128,20 @@ IN_STEP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", IN_STEP)
 def test_replicas_that_share_experts_answer_as_one(way: str) -> None:
     """Greedy text in float32. Both replicas, one with the other idle, and both again with cached prompts."""
+    _replicas_answer_as_one(way)
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize("way", IN_STEP)
+def test_divided_replicas_that_share_experts_answer_as_one(way: str) -> None:
+    """The same with two ranks in each replica."""
+    _replicas_answer_as_one(way, tp=2)
+
+
+def _replicas_answer_as_one(way: str, tp: int = 1) -> None:
     more = IN_STEP[way]
     expected = of_one_rank("tiny-moe", prompts=MORE_PROMPTS)
-    llm = LLM("tiny-moe", dp=2, dp_attention=True, **(FLAGS | more))
+    llm = LLM("tiny-moe", dp=2, tp=tp, dp_attention=True, **(FLAGS | more))
     for asked in (MORE_PROMPTS, MORE_PROMPTS[:1], MORE_PROMPTS):
         assert [output.text for output in llm.generate(list(asked), **GREEDY)] == expected[: len(asked)]
     runner: Any = llm.assembly.parts.model_runner

@@ -27,13 +27,12 @@ from diptych.shared.engine.processes.replicas_in_step import (
 from diptych.shared.interfaces import Collectives, FusedExperts, TopKOutput
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
-from diptych.shared.parallel.grid import groups_of
-from diptych.shared.parallel.in_step import DispatchInStep, PassTokens
+from diptych.shared.parallel.in_step import PassTokens
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req
-from tests.parallel.tiny_ranks import answers, make_config, of_replicas, requests
+from tests.parallel.tiny_ranks import answers, make_config, requests
 from tests.planted import Bug, Bugs
 
 MIXES: dict[str, dict[str, Any]] = {
@@ -207,66 +206,6 @@ def test_a_rank_has_a_part_of_the_experts_and_all_of_the_rest(folders: dict[str,
             assert part[name].numel() * (2 if ".experts." in name else 1) == weight.numel()
 
 
-def differ_from_one_rank(folders: dict[str, str], ep: int = 2, **flags: Any) -> bool:
-    """Two replicas of two ranks."""
-    config = make_config(folders["qwen3-moe"], **flags)
-    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
-    found, replicas = of_replicas(config.updated(tp=2), 2, ep=ep)
-    assert len(found) == 2 * len(expected)
-    num_passes = {replica.runner.num_passes for replica in replicas}
-    assert len(num_passes) == 1
-    return any(req.output_ids != expected[req.rid] for req in found)
-
-
-@pytest.mark.parametrize("mix", ["whole", "chunks", "small pool", "whole experts"])
-def test_replicas_of_two_ranks_answer_as_one(folders: dict[str, str], mix: str) -> None:
-    assert not differ_from_one_rank(folders, **{"ep": 1} | MIXES[mix])
-
-
-def test_a_rank_of_a_replica_has_its_part_of_both(folders: dict[str, str]) -> None:
-    config = make_config(folders["qwen3-moe"], dp=2, tp=2, dp_attention=True)
-    whole = make_config(folders["qwen3-moe"])
-    name, expert = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.experts.w2"
-    weights = assemble(whole).model.state_dict()
-
-    def parts(ranks: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
-        state = assemble(config, tp=ranks).model.state_dict()
-        return state[name], state[expert]
-
-    found = on_ranks(4, parts, config=config)
-    for replica in (found[:2], found[2:]):
-        assert torch.equal(torch.cat([attention for attention, _ in replica], dim=1), weights[name])
-    assert torch.equal(torch.cat([experts for _, experts in found], dim=2), weights[expert])
-
-
-def _own_sum(self: PassDispatch, summands: torch.Tensor) -> torch.Tensor:
-    """The outputs of the other replicas' experts are left out."""
-    start = max(self._tokens.num_tokens) * self.ranks.rank if pads_to_longest(self._tokens) else self._start
-    return summands[start : start + self._end - self._start]
-
-
-def _part_in_the_replica(self: DispatchInStep, ranks: Collectives, ep: int) -> None:
-    """The number of a rank's experts is counted in its replica."""
-    BEGIN(self, ranks, ep)
-    self.part = groups_of(ranks)[1].rank * ep // groups_of(ranks)[1].size
-
-
-BEGIN = DispatchInStep.__init__
-OF_REPLICAS = Bugs("replicas of several ranks", finder="answers of one rank")
-OF_REPLICAS.add("sum of one replica", _own_sum, where=f"{PassDispatch.__module__}.PassDispatch._scatter")
-OF_REPLICAS.add(
-    "part in the replica", _part_in_the_replica, where=f"{DispatchInStep.__module__}.DispatchInStep.__init__"
-)
-
-
-@OF_REPLICAS.found_by(honest=True)
-def test_what_ranks_of_a_replica_add(
-    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> bool:
-    bug.plant_in(monkeypatch)
-    return differ_from_one_rank(folders)
-
-
 def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
     """One small tensor, before the collectives of the layers."""
     config = make_config(folders["qwen3-moe"])
@@ -283,7 +222,6 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
     ("flags", "message"),
     [
         ({"dp": 2, "pp": 2}, "all layers on each rank: pp is 2"),
-        ({"dp": 2, "tp": 2, "panel": "optimized"}, "has replicas of one rank, and tp is 2; choose tp=1"),
         ({"dp": 2, "ep": 4}, "ep=4 needs dp . tp to be a multiple of it: dp is 2, tp is 1"),
         (
             {"dp": 2, "speculative": "standalone", "speculative_draft_model": "qwen3-moe"},
@@ -348,9 +286,9 @@ def test_the_replicas_that_are_started_together(
             controller.step()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("panel", "tp"), [("reference", 1), ("reference", 2), ("optimized", 2)])
 @pytest.mark.full
-def test_processes_in_step(tp: int) -> None:
+def test_processes_in_step(panel: str, tp: int) -> None:
     config = EngineConfig(
         model="tiny-moe",
         dp=2,
@@ -359,6 +297,7 @@ def test_processes_in_step(tp: int) -> None:
         panel="reference",
         device="cpu",
         max_total_tokens=1024,
+        **PANELS[panel],
     )
     assembly = assemble_in_step(config)
     controller: Any = assembly.scheduler

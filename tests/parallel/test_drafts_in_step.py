@@ -59,7 +59,7 @@ class Seen:
         def watched(
             dispatch: DispatchInStep, num_tokens: int, is_extend: bool, device: Any, num_nodes: int
         ) -> PassTokens:
-            self.of_ranks[dispatch.ranks.rank].append((num_tokens, is_extend, num_nodes))
+            self.of_ranks[dispatch.all_ranks.rank].append((num_tokens, is_extend, num_nodes))
             return begin(dispatch, num_tokens, is_extend, device, num_nodes)
 
         monkeypatch.setattr(DispatchInStep, "begin", watched)

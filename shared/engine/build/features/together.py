@@ -133,11 +133,6 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
             f"scheduler={panel}, model_runner={selection['model_runner']}; choose panel=reference or "
             "panel=optimized"
         )
-    if panel == "optimized" and config.tp > 1:
-        raise ValueError(
-            f"dp_attention with panel=optimized has replicas of one rank, and tp is {config.tp}; choose tp=1 "
-            "or panel=reference"
-        )
     runs_here = device == "cpu" or (device.startswith("cuda") and selection["collectives"] != "reference")
     if not runs_here or (panel == "reference" and device != "cpu"):
         raise ValueError(
