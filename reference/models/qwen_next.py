@@ -57,8 +57,8 @@ class QwenNextDecoderLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         attend = self.self_attn if self.linear_attn is None else self.linear_attn
-        x = x + attend(self.input_layernorm(x), positions, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.tp.all_reduce(attend(self.input_layernorm(x), positions, attention))
+        return x + self.tp.all_reduce(self.mlp(self.post_attention_layernorm(x)))
 
 
 class QwenNextForCausalLM(DecoderForCausalLM):

@@ -82,7 +82,7 @@ def read_mxfp4(packed: list[Packed], shards: Shards | None) -> Iterator[tuple[st
                         names = [layer.name] if shards is None else shards.local_names(layer.name)
                         if not names:
                             continue
-                        outs, inputs = layer.part(shards)
+                        (outs,), inputs = layer.part(shards)
                         groups = slice(inputs.start // MXFP4_GROUP, inputs.stop // MXFP4_GROUP)
                         stored = of_experts[expert_id][rows][outs, groups]
                         tensor = _repacked(stored) if suffix == "weight" else stored.contiguous()

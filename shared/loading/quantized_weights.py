@@ -37,17 +37,17 @@ class Layer(NamedTuple):
     out: int
     size: int  # inputs
 
-    def part(self, shards: Shards | None) -> tuple[slice, slice]:
+    def part(self, shards: Shards | None) -> tuple[list[slice], slice]:
         """The outputs and the inputs of a rank. Raises `ValueError` if a group of inputs with one scale would
         be cut."""
-        outs, inputs = slice(0, self.out), slice(0, self.size)
+        outs, inputs = [slice(0, self.out)], slice(0, self.size)
         if shards is None:
             return outs, inputs
-        index = shards.index(f"{self.name}.weight")
-        if len(index) == 2:
-            inputs = index[1]
-        elif index:
-            outs = index[0]
+        indices = shards.indices(f"{self.name}.weight")
+        if len(indices[0]) == 2:
+            inputs = indices[0][1]
+        elif indices[0]:
+            outs = [index[0] for index in indices]
         group_size = self.scheme.group_size
         if self.scheme.any_order and (inputs.start, inputs.stop) != (0, self.size):
             raise ValueError(
@@ -156,13 +156,19 @@ def read_quantized(
                     if not entry.stored.target:
                         _check(entry, file.get_tensor(entry.name))
                         continue
-                    tensor = _read_part(file, entry, outs, inputs)
+                    tensor = _read_parts(file, entry, outs, inputs)
                     _refuse_bad(entry, tensor)
                     if entry.stored.target in entry.layer.scheme.tensors(entry.layer.out, entry.layer.size):
                         for name in names:
                             yield f"{name}.{entry.stored.target}", _in_memory(entry, tensor)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _read_parts(file: Any, entry: Entry, outs: list[slice], inputs: slice) -> torch.Tensor:
+    first, *others = (_read_part(file, entry, part, inputs) for part in outs)
+    of_all_outs = entry.stored.target in ("input_scale", "weight_group")
+    return first if of_all_outs or not others else torch.cat((first, *others))
 
 
 def _read_part(file: Any, entry: Entry, outs: slice, inputs: slice) -> torch.Tensor:
@@ -326,5 +332,6 @@ def quantize_while_reading(
             elif layer.scheme.group_size is not None:
                 size = layer.scheme.group_size
                 columns = slice(inputs.start // size, -(-inputs.stop // size))
+            own = [its_tensor[part, columns] for part in outs]
             for local_name in local:
-                yield f"{local_name}.{suffix}", its_tensor[outs, columns]
+                yield f"{local_name}.{suffix}", own[0] if len(own) == 1 else torch.cat(own)

@@ -1,15 +1,16 @@
 """Tensor and expert parallelism: which part of each weight a rank has.
 
-Attention is divided by heads, an MLP and each expert by its intermediate size, embedding and head by rows of
-the vocabulary. The rank's model is an ordinary model of smaller sizes (`shard_config`). A weight whose shape
-is the same in both is on every rank as a whole. With `ep` parts of ranks each part has some of the experts,
-and divides them among its ranks.
+Attention and linear attention are divided by heads, an MLP and each expert by its intermediate size,
+embedding and head by rows of the vocabulary. The rank's model is an ordinary model of smaller sizes
+(`shard_config`). A weight whose shape is the same in both is on every rank as a whole. With `ep` parts of
+ranks each part has some of the experts, and divides them among its ranks.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ from diptych.shared.modeling.vocabulary import vocabulary_rows
 REDUCED_BIASES = (".o_proj.bias", ".down_proj.bias")
 """Added before the sum over ranks, so one rank has them, and the others zeros."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+MERGED = (".linear_attn.in_proj_qkv.weight", ".linear_attn.conv1d.weight")
+"""Rows for all heads of q, then of k, then of v. A rank has a part of each."""
 
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
@@ -35,11 +38,13 @@ def shard_config(
     Raises `ValueError` for sizes that cannot be divided."""
     if size == 1:
         return config
-    kv_heads, tp, moe = config.num_kv_heads, size // dp, config.moe
+    kv_heads, tp, moe, linear = config.num_kv_heads, size // dp, config.moe, config.linear_attention
     sizes = {"num_qo_heads": (config.num_qo_heads, tp), "intermediate_size": (config.intermediate_size, tp)}
     if moe is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size * ep, size
         sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size, tp
+    if linear is not None:  # a key head and its value heads are on one rank
+        sizes["linear_attention.num_k_heads"] = linear.num_k_heads, tp
     for name, (number, num) in sizes.items():
         if number % num != 0:
             ranks = f"tp={num}" if num == tp else f"dp * tp = {num}"
@@ -53,6 +58,9 @@ def shard_config(
             shared_intermediate_size=moe.shared_intermediate_size // tp,
             num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
+    if linear is not None:
+        heads = {"num_k_heads": linear.num_k_heads // tp, "num_v_heads": linear.num_v_heads // tp}
+        linear = replace(linear, **heads)
     if kv_heads % tp != 0 and tp % kv_heads != 0:
         raise ValueError(f"tp={tp}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
     if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
@@ -63,6 +71,7 @@ def shard_config(
         num_kv_heads=max(kv_heads // tp, 1),
         intermediate_size=config.intermediate_size // tp,
         moe=moe,
+        linear_attention=linear,
     )
 
 
@@ -120,7 +129,12 @@ class Shards:
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's part of a whole weight."""
-        return self.own(name, tensor[self.index(name)])
+        return self.own(name, self.read(name, tensor))
+
+    def read(self, name: str, tensor: Any) -> torch.Tensor:
+        """The rank's part of a tensor or of a safetensors slice."""
+        found = [tensor[index or (slice(None),)] for index in self.indices(name)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """What the rank loads for its part: zeros for a bias that another rank adds."""
@@ -129,6 +143,20 @@ class Shards:
             rank = self.rank % (self.size // self.ep)  # among the ranks that have parts of this expert
         is_added_elsewhere = rank > 0 and name.endswith(REDUCED_BIASES)
         return torch.zeros_like(part) if is_added_elsewhere else part
+
+    # --8<-- [start:cut-q-k-v]
+    def indices(self, name: str) -> list[tuple[slice, ...]]:
+        """Where the rank's rows of a weight are: a place in each of q, k and v, or one."""
+        linear = self.config.linear_attention
+        if linear is None or not name.endswith(MERGED):
+            return [self.index(name)]
+        size, start, found = self.size // self.dp, 0, []
+        for num_rows in (linear.k_size, linear.k_size, linear.v_size):
+            first = start + self.rank % size * num_rows // size
+            found.append((slice(first, first + num_rows // size),))
+            start += num_rows
+        return found
+        # --8<-- [end:cut-q-k-v]
 
     def index(self, name: str) -> tuple[slice, ...]:
         """Where the rank's part of a weight (by its canonical name) is; (): all of it is. Unknown names too,

@@ -154,8 +154,9 @@ def stream(
                     num_bytes_read += info.num_bytes
                     if shards is not None and not any(shards.local_names(part.name) for part in parts):
                         continue
-                    if shards is not None and len(parts) == 1:
-                        tensor = file.get_slice(name)[shards.index(parts[0].name) or (slice(None),)]
+                    is_as_stored = len(parts) == 1 and parts[0].index == () and not parts[0].is_transposed
+                    if shards is not None and is_as_stored:
+                        tensor = shards.read(parts[0].name, file.get_slice(name))
                     else:
                         tensor = file.get_tensor(name)
                     _refuse_non_finite(name, tensor, path)
@@ -163,7 +164,7 @@ def stream(
                         if shards is None:
                             yield part.name, part.of(tensor)
                             continue
-                        if len(parts) == 1:
+                        if is_as_stored:
                             own = shards.own(part.name, tensor)
                         else:
                             own = shards.cut(part.name, part.of(tensor))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from diptych.reference.layers import Linear
 from diptych.shared.config import parse_config, read_config
 from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weights import iterate_weights
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import DiffusionParams, SamplingParams
@@ -238,7 +239,6 @@ REFUSED: list[dict[str, Any]] = [
     {"speculative": "ngram"},  # with trees
     {"max_loras_per_batch": 2},
     {"hicache_tokens": 64},
-    {"tp": 2},
     {"pp": 2},
     {"disaggregation": True},
 ]
@@ -248,7 +248,6 @@ REFUSED: list[dict[str, Any]] = [
     ("name", "flags"),
     [
         *(("qwen3.5", flags) for flags in REFUSED),
-        ("kimi-linear", {"tp": 2}),
         ("kimi-linear", {"quantization": "fp8"}),
     ],
     ids=str,
@@ -290,6 +289,21 @@ def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
     is_kimi = set(changes) & set(HYBRID_CONFIGS["kimi-linear"])
     with pytest.raises(ValueError, match=message):
         parse_config({**HYBRID_CONFIGS["kimi-linear" if is_kimi else "qwen3.5"], **changes})
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear"])
+def test_a_rank_reads_its_part_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Whose rows lie key head by key head, or which has A_log in four dimensions."""
+    changes = {"linear_attn_config": _KDA | {"num_heads": 4}} if name == "kimi-linear" else {}
+    random_hf_model(HYBRID_CONFIGS[name] | changes).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    whole = dict(iterate_weights(tmp_path, config))
+    for rank in range(2):
+        shards = Shards(config, rank, 2)
+        parts = dict(iterate_weights(tmp_path, config, shards=shards))
+        assert parts.keys() == whole.keys()
+        for weight, part in parts.items():
+            assert torch.equal(part, shards.cut(weight, whole[weight]))
 
 
 def test_checkpoints_as_published(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.processes.ranks import collectives_of
 from diptych.shared.interfaces import Collectives
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req, SamplingParams
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, make_config
@@ -23,9 +24,16 @@ SIZES = {
     "intermediate_size": 256,
     "head_dim": 32,
 }  # parts of o_proj, down_proj: 128 inputs
+HEADS = {
+    "num_attention_heads": 8,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 64,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA | SIZES,
     "qwen3-moe": QWEN3_MOE | SIZES | {"num_experts": 4, "moe_intermediate_size": 256},
+    "hybrid": HYBRID_CONFIGS["qwen3.5"] | SIZES | HEADS,
     "one layer": LLAMA | SIZES | {"num_hidden_layers": 1},
 }
 METHODS = ["fp8", "int8", "int4", "fp8-block"]
@@ -86,7 +94,8 @@ def differences(reqs: list[Req], alone: list[Req]) -> list[float]:
         pytest.param(model, method, marks=[] if i % 2 == j else pytest.mark.full)
         for i, method in enumerate(METHODS)
         for j, model in enumerate(["llama", "qwen3-moe"])
-    ],
+    ]
+    + [("hybrid", "fp8"), pytest.param("hybrid", "fp8-block", marks=pytest.mark.full)],
 )
 def test_ranks_answer_as_one(model: str, method: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, model, quantization=method)

@@ -76,7 +76,6 @@ def refuse_flags(plan: Plan, what: str, **more: Any) -> None:
     refused = {
         "lora_paths": config.lora_paths or config.max_loras_per_batch,
         "hicache_tokens": config.hicache_tokens,
-        "tp": config.tp > 1,
         "pp": config.pp > 1,
         "dp_attention": config.dp_attention,
         "disaggregation": config.disaggregation,
@@ -97,6 +96,7 @@ class LayersThatDiffer(Feature):
         refuse_flags(
             self.plan,
             "the layers",
+            tp=config.tp > 1,
             deterministic=config.deterministic,
             speculative=config.speculative,
             quantization=self.plan.model_config.quantization,
@@ -141,7 +141,7 @@ class LinearStates(Feature):
         return [] if pools.tree_cache.disable else [self.checkpoints]
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
-        plan, linear = self.plan, self.plan.model_config.linear_attention
+        plan, linear = self.plan, self.plan.local_config.linear_attention  # of this rank's heads
         assert linear is not None
         num_layers, num = len(plan.model_config.linear_layers), num_rows(plan.config)
         num_checkpoints, bytes_per_row = num_kept_states(plan.config), StatePool.bytes_per_row
