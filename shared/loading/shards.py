@@ -59,8 +59,7 @@ def shard_config(
             num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
     if linear is not None:
-        heads = {"num_k_heads": linear.num_k_heads // tp, "num_v_heads": linear.num_v_heads // tp}
-        linear = replace(linear, **heads)
+        linear = replace(linear, num_k_heads=linear.num_k_heads // tp, num_v_heads=linear.num_v_heads // tp)
     if kv_heads % tp != 0 and tp % kv_heads != 0:
         raise ValueError(f"tp={tp}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
     if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
@@ -150,7 +149,8 @@ class Shards:
         linear = self.config.linear_attention
         if linear is None or not name.endswith(MERGED):
             return [self.index(name)]
-        size, start, found = self.size // self.dp, 0, []
+        size, start = self.size // self.dp, 0
+        found: list[tuple[slice, ...]] = []
         for num_rows in (linear.k_size, linear.k_size, linear.v_size):
             first = start + self.rank % size * num_rows // size
             found.append((slice(first, first + num_rows // size),))
