@@ -71,6 +71,13 @@ class PassDispatch(DispatchInStep):
             self._counts = torch.zeros(self.ranks.size, dtype=torch.int64, device=device)
         return self._counts
 
+    def without_padding(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        if not self.is_padded:
+            return topk_ids
+        rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+        is_token = rows < self.counts(topk_ids.device)[self.ranks.rank]
+        return torch.where(is_token[:, None], topk_ids, -1)
+
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
         num_local = experts.w13.shape[0]
         # --8<-- [start:gather-and-scatter]

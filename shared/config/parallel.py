@@ -96,5 +96,3 @@ def _check_dp_attention(flags: EngineFlags) -> None:
         raise ValueError(f"dp_attention with ep={flags.ep} needs {num}")
     if flags.pp > 1:
         raise ValueError(f"dp_attention has all layers on each rank: pp is {flags.pp}")
-    if flags.ep_num_redundant_experts or flags.eplb_rebalance_num_iterations:
-        raise ValueError("dp_attention has no redundant experts and does not rebalance them")

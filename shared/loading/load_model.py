@@ -40,7 +40,9 @@ from diptych.shared.loading.weight_names import expected_shapes, unused_part
 from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_map import in_order
+from diptych.shared.parallel.expert_parallel import ExpertParallel
 from diptych.shared.parallel.grid import tp_of
+from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -170,13 +172,15 @@ def manage_experts(
     component: Callable[[str], Any],
     device: torch.device,
     ranks: Collectives,
+    in_step: DispatchInStep | None = None,
 ) -> ExpertManager:
-    """Expert parallelism for a model that `load_model` has returned."""
+    """Expert parallelism for a model that `load_model` has returned. `in_step`: of replicas that share the
+    experts."""
     experts = first_experts(model_config, config)
     assert experts is not None
 
     def reload(placed: ExpertMap) -> int:
-        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, placed)
+        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, placed, num_sharing(config))
         targets, num_read = named_targets(model), 0
         for name, tensor in checkpoint_weights(folder, model_config, config, device, shards):
             if ".mlp.experts." in name:
@@ -186,13 +190,14 @@ def manage_experts(
 
     return ExpertManager(
         model,
-        component("expert_dispatch")(ranks, config.ep),
+        in_step or component("expert_dispatch")(ranks, config.ep),
         ranks,
         config.ep,
         experts,
         component("expert_balancer")(),
         config.eplb_rebalance_num_iterations,
         reload,
+        ExpertsInStep if in_step else ExpertParallel,
     )
 
 

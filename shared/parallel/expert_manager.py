@@ -25,10 +25,10 @@ from diptych.shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
 
 
 class ExpertManager:
-    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. The model runner
-    calls `before_pass`. `interval`: forward passes between two rebalances; None: no rebalancing. `reload`:
-    reads the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and
-    returns the number of tensors."""
+    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. The model runner,
+    or the dispatch of ranks in step, calls `before_pass`. `interval`: forward passes between two rebalances;
+    None: no rebalancing. `reload`: reads the experts of a placement that this rank has (-1: none) from the
+    checkpoint into the model, and returns the number of tensors."""
 
     def __init__(
         self,
@@ -40,11 +40,12 @@ class ExpertManager:
         balancer: ExpertBalancer,
         interval: int | None,
         reload: Callable[[ExpertMap], int],
+        kind: type[ExpertParallel] = ExpertParallel,
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
         device = next(model.parameters()).device
         self.placements = [ExpertPlacement(experts, i, device) for i in range(len(self.layers))]
-        self.parallel = [ExpertParallel(dispatch, placement) for placement in self.placements]
+        self.parallel = [kind(dispatch, placement) for placement in self.placements]
         for moe, parallel in zip(self.layers, self.parallel):
             moe.expert_parallel = parallel
         self.ranks = ranks

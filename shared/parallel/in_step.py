@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
-from diptych.shared.interfaces import Collectives, ModelRunner, MoE, Sampler, Scheduler, TopKOutput
+from diptych.shared.interfaces import (
+    Collectives,
+    FusedExperts,
+    ModelRunner,
+    MoE,
+    Sampler,
+    Scheduler,
+    TopKOutput,
+)
 from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
+from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.expert_parallel import ExpertParallel
 from diptych.shared.parallel.grid import stages_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -35,6 +45,7 @@ class DispatchInStep(ExpertDispatch):
         """A replica may have several ranks, which have the same tokens. Then tokens go among ranks with the
         same part, and the layer adds the outputs of the ranks of a replica, as it does without experts."""
         self.all_ranks = ranks
+        self.experts: ExpertManager | None = None  # moves experts between passes
         self.ranks = stages_of(ranks)
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None
@@ -43,6 +54,8 @@ class DispatchInStep(ExpertDispatch):
         """Begin a forward pass of all ranks on the device; 0 tokens: this rank has no batch. `num_nodes`: of
         each request, if the rank does not prefill. The numbers are gathered on the CPU, so that no rank waits
         for its device."""
+        if self.experts is not None:
+            self.experts.before_pass()
         # --8<-- [start:begin-a-pass]
         own = torch.tensor([[num_tokens, is_extend, num_nodes]])
         nums, extends, nodes = zip(*self.ranks.all_gather(own).tolist())
@@ -51,9 +64,24 @@ class DispatchInStep(ExpertDispatch):
         # --8<-- [end:begin-a-pass]
         return self.tokens
 
+    def without_padding(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The ids of this rank's tokens; -1 in rows that only pad the pass."""
+        return topk_ids
+
     def runner_in_step(self, runner: type[ModelRunner]) -> type[ModelRunner]:
         """A model runner that begins each pass here; `num_passes` counts passes."""
         return in_lockstep(runner, self)
+
+
+class ExpertsInStep(ExpertParallel):
+    """The experts of one layer, each of which may be on several ranks and may move."""
+
+    dispatch: DispatchInStep
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        """topk: logical experts."""
+        ids = self.placement.choose(self.dispatch.without_padding(topk.topk_ids))
+        return self.dispatch.run(x, topk._replace(topk_ids=ids), experts)
 
 
 def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any]:

@@ -119,6 +119,7 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "not overlapped": {"ep": 2, "disable_overlap_schedule": True},
     "mixed chunks": {"ep": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
     "small pool": {"ep": 2, "max_total_tokens": 128, "schedule_conservativeness": 0.1},
+    "experts that move": {"ep": 2, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 10},
     "n-gram drafts": {"ep": 2, "speculative": "ngram", "speculative_topk": 1},
     "n-gram drafts, NCCL": {"speculative": "ngram", "speculative_topk": 1, "use": {"collectives": "nccl"}},
     "draft model": {"ep": 2, "speculative": "standalone", "speculative_draft_model": "tiny-dense"},

@@ -227,7 +227,7 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
             {"dp": 2, "speculative": "standalone", "speculative_draft_model": "qwen3-moe"},
             "speculative_draft_model=.*: it has experts",
         ),
-        ({"dp": 2, "ep": 2, "ep_num_redundant_experts": 2}, "no redundant experts"),
+        ({"dp": 2, "ep": 2, "ep_num_redundant_experts": 1}, "must be a multiple of ep"),
         ({"dp": 2, "model": "llama"}, "LlamaForCausalLM has none"),
         ({"dp": 2, "use": {"scheduler": "optimized"}}, "scheduler=optimized, model_runner=reference; choose"),
         ({"dp": 2, "panel": "optimized", "use": {"model_runner": "reference"}}, "model_runner=reference;"),

@@ -94,11 +94,12 @@ def of_replicas(
     impl: type[Collectives] | None = None,
     ep: int = 1,
     only: Sequence[str] = (),
+    **more: Any,
 ) -> tuple[list[Req], list[ScheduleInStep]]:
     """The requests (`only`: with these ids), finished, of the ranks of replicas in step that take them in
-    turn; and what ran them."""
+    turn; and what ran them. `more`: flags that need several ranks."""
 
-    of_all = config.updated(dp=size, ep=ep, dp_attention=True)
+    of_all = config.updated(dp=size, ep=ep, dp_attention=True, **more)
 
     def run(dp: Collectives) -> tuple[list[Req], ScheduleInStep]:
         assembly = assemble(of_all, clock=lambda: 0.0, tp=dp)

@@ -58,6 +58,14 @@ class SharedExperts(Feature):
         return self.dispatch.runner_in_step(impl) if component == "model_runner" else impl
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
+        plan = self.plan
+        if plan.config.ep_num_redundant_experts or plan.config.eplb_rebalance_num_iterations:
+            assert plan.ranks is not None
+            self.dispatch.experts = manage_experts(
+                model, plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.ranks,
+                self.dispatch,
+            )  # fmt: skip
+            return {}
         for module in model.modules():
             if isinstance(module, MoE):
                 module.expert_parallel = self.dispatch

@@ -1,0 +1,127 @@
+"""Replicas that share experts which move: the answers of one rank, and loads that count tokens only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.optimized.parallel.dp_attention import PassDispatch
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.processes.child import EngineProcessEnded
+from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
+from diptych.shared.interfaces import MoE
+from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep, PassTokens
+from tests.parallel.strict_ranks import StrictRanks
+from tests.parallel.test_dp_attention import PANELS
+from tests.parallel.test_drafts_in_step import CHAINS, Seen
+from tests.parallel.tiny_ranks import answers, make_config, of_replicas
+from tests.planted import Bug, Bugs
+
+MOVE: dict[str, Any] = {"ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 2}
+FORMS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunked_prefill_size": 8},
+    "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
+    "drafts": CHAINS,
+    "two ranks": {"tp": 2},
+    "two ranks, four parts": {"tp": 2, "ep": 4},
+}
+FAST = {("reference", "two ranks"), ("optimized", "mixed chunks"), ("optimized", "two ranks, four parts")}
+
+
+def experts_of(replica: ScheduleInStep) -> ExpertManager:
+    (dispatch,) = {
+        module.expert_parallel.dispatch
+        for module in replica.runner.model.modules()
+        if isinstance(module, MoE)
+    }
+    assert isinstance(dispatch.experts, ExpertManager)
+    return dispatch.experts
+
+
+def expected_of(model: str) -> dict[str, list[int]]:
+    return {req.rid: req.output_ids for req in answers(assemble(make_config(model)))}
+
+
+@pytest.mark.parametrize(
+    ("panel", "form"),
+    [
+        pytest.param(panel, form, marks=[] if (panel, form) in FAST else pytest.mark.full)
+        for panel in PANELS
+        for form in FORMS
+    ],
+)
+def test_answers_stay_while_experts_move(folders: dict[str, str], panel: str, form: str) -> None:
+    flags = FORMS[form] | PANELS[panel]
+    ep, expected = flags.pop("ep", 2), expected_of(folders["qwen3-moe"])
+    reqs, replicas = of_replicas(make_config(folders["qwen3-moe"], **flags), 2, ep=ep, **MOVE)
+    assert {req.rid for req in reqs} == set(expected)
+    assert all(req.output_ids == expected[req.rid] for req in reqs)
+    managers = [experts_of(replica) for replica in replicas]
+    assert all(each.num_moved > 0 for each in managers)
+    for each in managers[1:]:
+        assert torch.equal(each.experts.physical_to_logical, managers[0].experts.physical_to_logical)
+
+
+def loads_differ(model: str, monkeypatch: pytest.MonkeyPatch, panel: str) -> bool:
+    """Without rebalancing: whether a rank has counted other tokens than its own."""
+    seen = Seen(monkeypatch, 2)
+    config = make_config(model, **PANELS[panel], cuda_graph_bs=[1, 4], max_running_requests=4)
+    _, replicas = of_replicas(config, 2, ep=2, ep_num_redundant_experts=2)
+    assert any("idle" in mix for mix in seen.mixes())
+    own = [sum(num_tokens for num_tokens, _, _ in passes) for passes in seen.of_ranks]
+    counted = [[int(each.load.sum()) for each in experts_of(replica).placements] for replica in replicas]
+    return counted != [[2 * num_tokens] * 2 for num_tokens in own]  # two experts a token, in two layers
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_padding_is_no_load(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, panel: str) -> None:
+    assert not loads_differ(folders["qwen3-moe"], monkeypatch, panel)
+
+
+def _own_passes_only(self: DispatchInStep, num_tokens: int, *args: Any) -> PassTokens:
+    """A rank moves experts before passes of its own batches."""
+    manager, self.experts = self.experts, None
+    if manager is not None and num_tokens > 0:
+        manager.before_pass()
+    tokens = BEGIN(self, num_tokens, *args)
+    self.experts = manager
+    return tokens
+
+
+def _with_padding(self: PassDispatch, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Padding rows count as load."""
+    return topk_ids
+
+
+def _logical_ids(self: ExpertsInStep, x: torch.Tensor, topk: Any, experts: Any) -> torch.Tensor:
+    """Tokens go to the places that experts had at the start."""
+    return self.dispatch.run(x, topk, experts)
+
+
+BEGIN = DispatchInStep.begin
+BUGS = Bugs("experts that move, in step", finder="answers or loads")
+for _wrong, _where in (
+    (_own_passes_only, f"{DispatchInStep.__module__}.DispatchInStep.begin"),
+    (_with_padding, f"{PassDispatch.__module__}.PassDispatch.without_padding"),
+    (_logical_ids, f"{DispatchInStep.__module__}.ExpertsInStep.run"),
+):
+    BUGS.add(_wrong.__name__.strip("_"), _wrong, where=_where)
+
+
+@BUGS.found_by(honest=True)
+def test_a_planted_bug_changes_answers_or_loads(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool | dict[str, str]:
+    expected = expected_of(folders["qwen3-moe"])
+    bug.plant_in(monkeypatch)
+    if bug.name == "with_padding":
+        return loads_differ(folders["qwen3-moe"], monkeypatch, "optimized")
+    try:
+        config = make_config(folders["qwen3-moe"])
+        reqs, _ = of_replicas(config, 2, seconds=3.0, impl=StrictRanks, ep=2, **MOVE)
+    except (AssertionError, RuntimeError, ValueError, EngineProcessEnded) as error:
+        return {"answers or loads": str(error)}
+    return any(req.output_ids != expected[req.rid] for req in reqs)
