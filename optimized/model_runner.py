@@ -20,7 +20,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.forward import no_hidden_states, run_model
+from diptych.shared.modeling.forward import no_hidden_states
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -55,7 +55,7 @@ class ModelRunner(interface.ModelRunner):
             rows=rows,
             linear=None if linear is None else linear.for_batch(forward_batch),
         )
-        hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
+        hidden_states, captured = self.run_model(self.model, forward_batch, attention, self.capture_hidden)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY or rows is not None:
             logits = self.model.compute_logits(hidden_states)
         else:

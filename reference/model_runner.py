@@ -7,7 +7,7 @@ import torch
 from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.forward import no_hidden_states, run_model
+from diptych.shared.modeling.forward import no_hidden_states
 from diptych.shared.sampling.logprobs import input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -36,7 +36,7 @@ class ModelRunner(interface.ModelRunner):
             out_cache_loc=forward_batch.out_cache_loc,
             linear=linear,
         )
-        hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
+        hidden_states, captured = self.run_model(self.model, forward_batch, attention, self.capture_hidden)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
             logits = self.model.compute_logits(hidden_states)
         else:

@@ -28,6 +28,8 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
         limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
         if config.enable_mixed_chunk:
             limit = max(limit, MAX_MIXED_TOKENS)
+    if config.two_batch_tokens is not None:  # from there on passes are cut into halves
+        limit = min(limit, config.two_batch_tokens - 1)
     most = config.chunked_prefill_size  # including the tokens of decoding requests
     if most is None:
         most = max(config.max_prefill_tokens, config.context_len or model.context_len)

@@ -148,7 +148,10 @@ class Collectives(interface.Collectives):
         """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""
         run: Callable[..., Work] = getattr(self._group(x.device), operation)
         try:
-            run(*args).wait()
+            work = run(*args)
+            if self.meanwhile is not None:
+                self.meanwhile()
+            work.wait()
         except RuntimeError:
             self.is_broken = True
             raise

@@ -83,7 +83,10 @@ class Collectives(interface.Collectives):
     def _finish(self, operation: Callable[..., Work], *args: object) -> None:
         """Run the operation to its end."""
         try:
-            operation(*args).wait()
+            work = operation(*args)
+            if self.meanwhile is not None:
+                self.meanwhile()
+            work.wait()
         except RuntimeError:
             self.is_broken = True
             raise

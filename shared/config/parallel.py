@@ -44,6 +44,13 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
+    if flags.two_batch_tokens:
+        works = {"tp": flags.tp > 1, "pp": flags.pp == 1, "dp_attention": not flags.dp_attention}
+        for name in [name for name, is_right in works.items() if not is_right]:
+            found = (
+                f"two_batch_tokens={flags.two_batch_tokens} does not work with {name}={getattr(flags, name)}"
+            )
+            raise ValueError(f"{found}: half a batch computes during the sums over the ranks of tp")
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:

@@ -98,6 +98,12 @@ class EngineFlags:
     pp: int = flag(RANKS, 1, "Pipeline parallelism: ranks that have some of the layers each.", at_least=1)
     """Each rank has the weights and the KV of its layers. A step passes the ranks in turn, and several
     batches are under way to keep them all working. With --tp each stage has so many ranks."""
+    two_batch_tokens: int | None = flag(
+        RANKS, None, "With --tp: prefill passes of so many tokens run as two halves. Default: none.",
+        at_least=2,
+    )  # fmt: skip
+    """One half computes while the sums over ranks of the other are under way. Pays where these take long;
+    such a pass launches twice as many kernels, without CUDA graphs."""
     dp: int = flag(RANKS, 1, "Data parallelism: replicas of the whole model.", at_least=1)
     """Each replica has the whole model and a KV pool of its own, so a cached prefix is in one of them."""
     dp_policy: DataParallelPolicyName = flag(RANKS, "least-tokens", "The replica that gets a request.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,11 +23,16 @@ class Collectives(ABC):
     `RuntimeError` on the others, where `is_broken` is True from then on. The group cannot be used afterwards.
 
     With one rank every operation returns at once.
+
+    `meanwhile`, where it is given, is called between the start of an operation and the wait for its result;
+    it may run operations of the group, which start in the same order on all ranks. An operation that does not
+    wait need not call it.
     """
 
     rank: int
     size: int
     is_broken: bool = False
+    meanwhile: Callable[[], None] | None = None
     grid: Grid | None = None  # of all ranks: the groups of this rank, where there are others
     log: Any
     """A `diptych.shared.parallel.collective_log.CollectiveLog` of what all ranks call in the same order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.shared.config import EngineConfig
@@ -14,6 +14,7 @@ from diptych.shared.interfaces.lora import LoraPool
 from diptych.shared.interfaces.memory_pool import TokenToKVPool
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.sampler import Sampler
+from diptych.shared.modeling.forward import RunModel, run_model
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
@@ -26,6 +27,7 @@ class RunnerFeatures:
     host_pool: HostPool | None = None
     expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
     linear_attention: LinearAttention | None = None  # of a model that has layers of it
+    run_model: RunModel = field(default=run_model, repr=False)  # or what runs the model in another way
 
 
 NO_FEATURES = RunnerFeatures()
@@ -44,7 +46,8 @@ class ModelRunner(ABC):
 
     `lora`: the pool of adapters of the model, if there is one. Each batch but an IDLE one is given to its
     `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their `before_pass` is called.
-    `linear_attention`: planned for each batch, for a model that has layers of it.
+    `linear_attention`: planned for each batch, for a model that has layers of it. `run_model`: called for
+    each batch that no graph replays.
     """
 
     model: CausalLM
@@ -74,6 +77,7 @@ class ModelRunner(ABC):
         self.host_pool = features.host_pool
         self.expert_manager = features.expert_manager
         self.linear_attention = features.linear_attention
+        self.run_model = features.run_model
 
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:

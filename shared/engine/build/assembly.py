@@ -158,7 +158,8 @@ def make_parts(
 ) -> SchedulerParts:
     """The components that a scheduler uses, on pools that are there."""
     component, drafter, kv_pool = features.component, extras.drafter, pools.kv_pool
-    attention = component(attention_component(plan.model_config))(pools.req_to_token_pool, kv_pool)
+    backend = component(attention_component(plan.model_config))
+    attention = backend(pools.req_to_token_pool, kv_pool)
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
@@ -169,6 +170,7 @@ def make_parts(
         host_pool=pools.host.pool if pools.host is not None else None,
         expert_manager=extras.experts,
         linear_attention=extras.linear_attention,
+        run_model=features.run_model(lambda: backend(pools.req_to_token_pool, kv_pool)),
     )
     return SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool, runner_features),

@@ -119,7 +119,21 @@ class IsNeverBroken(Collectives):
     """A failed operation leaves is_broken False."""
 
     def _finish(self, operation, *args):
-        operation(*args).wait()
+        work = operation(*args)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        work.wait()
+
+
+@collectives
+class WaitsFirst(Collectives):
+    """The result is waited for before `meanwhile` is called."""
+
+    def _finish(self, operation, *args):
+        meanwhile, self.meanwhile = self.meanwhile, None
+        super()._finish(operation, *args)
+        if meanwhile is not None:
+            meanwhile()
 
 
 @collectives

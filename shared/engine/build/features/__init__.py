@@ -15,6 +15,7 @@ import torch
 from diptych.shared.config.vision_config import has_tower
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import (
+    AttentionBackend,
     CausalLM,
     Drafter,
     LinearAttention,
@@ -25,6 +26,7 @@ from diptych.shared.interfaces import (
     TokenToKVPoolAllocator,
 )
 from diptych.shared.loading.kv_sizing import MemoryPlan
+from diptych.shared.modeling.forward import RunModel, run_model
 
 if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.engine.requests.lora_adapters import LoraAdapters
@@ -38,6 +40,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ),
     ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
     ("together:Ranks", lambda plan: plan.config.tp > 1 or plan.config.pp > 1),
+    ("together:TwoHalves", lambda plan: plan.config.two_batch_tokens is not None),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),
@@ -98,6 +101,10 @@ class Feature:
         """Fields of `Extras`: made after the weights, before the pools are sized."""
         return {}
 
+    def run_model(self, run: RunModel, attention: Callable[[], AttentionBackend]) -> RunModel:
+        """What runs the model in place of `run`. `attention` makes another backend over the pools."""
+        return run
+
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
         """The tier below the prefix cache."""
         return None
@@ -130,6 +137,12 @@ class Features:
         for feature in self.features:
             found |= feature.beside_model(model)
         return Extras(**found)
+
+    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel:
+        run: RunModel = run_model
+        for feature in self.features:
+            run = feature.run_model(run, attention)
+        return run
 
 
 def _load(name: str) -> type[Feature]:

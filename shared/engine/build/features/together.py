@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config, read_draft_config
 from diptych.shared.engine.build.features import Feature
-from diptych.shared.interfaces import CausalLM, MoE, Sampler
+from diptych.shared.interfaces import AttentionBackend, CausalLM, MoE, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.modeling.forward import RunModel
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.grid import stages_of
+from diptych.shared.parallel.two_batches import TwoBatches
 
 
 class Ranks(Feature):
@@ -32,6 +34,20 @@ class Ranks(Feature):
             return AgreedSampler(impl(), tp)
 
         return agreed
+
+
+class TwoHalves(Feature):
+    """Large prefill passes run as two half batches."""
+
+    def check(self) -> None:
+        if self.plan.model_config.linear_attention:
+            flag = f"two_batch_tokens={self.plan.config.two_batch_tokens}"
+            raise ValueError(f"{flag} does not work with linear attention: states are of one batch at a time")
+
+    def run_model(self, run: RunModel, attention: Callable[[], AttentionBackend]) -> RunModel:
+        assert self.plan.tp is not None
+        assert self.plan.config.two_batch_tokens is not None
+        return TwoBatches(self.plan.tp, attention(), self.plan.config.two_batch_tokens)
 
 
 class Pipeline(Feature):

@@ -75,6 +75,21 @@ def _in_turn(impl: type[Collectives], turn: Lock) -> type[Collectives]:
     """Collectives of ranks that hold `turn` outside of them."""
 
     class InTurn(impl):  # type: ignore[misc, valid-type]
+        _meanwhile: Callable[[], None] | None = None
+
+        @property
+        def meanwhile(self) -> Callable[[], None] | None:
+            return self._meanwhile and self._run_meanwhile
+
+        @meanwhile.setter
+        def meanwhile(self, function: Callable[[], None] | None) -> None:
+            self._meanwhile = function
+
+        def _run_meanwhile(self) -> None:
+            assert self._meanwhile is not None
+            with turn:
+                self._meanwhile()
+
         def _finish(self, *args: Any) -> None:
             turn.release()
             try:

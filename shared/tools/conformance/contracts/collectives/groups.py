@@ -49,6 +49,42 @@ CALLS = table(
 )
 
 
+@contract(
+    "`meanwhile` is called before the result is waited for, and may run operations of the group.", CALLS
+)
+def other_work_is_done_meanwhile(impl: type[Collectives], case: Case) -> None:
+    """Rank 1 does not come before `meanwhile` of rank 0 was called, or a second has passed."""
+    from threading import Event
+
+    is_called = Event()
+    x = torch.arange(4).view(2, 2)
+    arguments = ([1, 1], [1, 1]) if case.op == "all_to_all" else ()
+
+    def call(group: Collectives) -> list[Any]:
+        sums: list[int] = []
+
+        def meanwhile() -> None:
+            group.meanwhile = None
+            is_called.set()
+            sums.append(int(group.all_reduce(torch.tensor(10**group.rank))))
+
+        group.meanwhile = meanwhile
+        late.append(group.rank == 1 and not is_called.wait(1.0))
+        result = getattr(group, case.op)(x + 4 * group.rank, *arguments)
+        group.meanwhile = None
+        return [*sums, result.tolist()]
+
+    late: list[bool] = []
+    alone = on_ranks(
+        2, lambda group: getattr(group, case.op)(x + 4 * group.rank, *arguments).tolist(), LIMIT, impl
+    )
+    for found, expected in zip(on_ranks(2, call, LIMIT, impl), alone):
+        expect_equal("the result", found[-1], expected)
+        if len(found) > 1:
+            expect_equal("the sum that was computed meanwhile", found[0], 11)
+            expect_equal("rank 1 waited in vain for `meanwhile` of rank 0", any(late), False)
+
+
 @contract("The log has an entry for each operation: its number, name, group, shape, dtype and caller.", CALLS)
 def operations_are_logged(impl: type[Collectives], case: Case) -> None:
     def call(group: Collectives) -> list[tuple[object, ...]]:
