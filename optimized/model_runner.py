@@ -20,13 +20,14 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.forward import no_hidden_states
+from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 class ModelRunner(interface.ModelRunner):
     num_logprob_rows = LOGPROB_ROWS
+    run_model = staticmethod(run_model)
     make_graphs = staticmethod(graphs_of_runner)
     kinds: tuple[Steps, ...] = ()  # of steps, in the order in which they are tried
     replays = ReplayCounts()

@@ -7,12 +7,14 @@ import torch
 from diptych.shared.interfaces import Sampler
 from diptych.shared.interfaces import model_runner as interface
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.modeling.forward import no_hidden_states
+from diptych.shared.modeling.forward import no_hidden_states, run_model
 from diptych.shared.sampling.logprobs import input_logprobs_of
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 class ModelRunner(interface.ModelRunner):
+    run_model = staticmethod(run_model)
+
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:

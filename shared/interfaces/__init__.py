@@ -32,7 +32,7 @@ from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool,
 from diptych.shared.interfaces.mla_attention import MLAAttentionBackend
 from diptych.shared.interfaces.mla_memory_pool import MLATokenToKVPool
 from diptych.shared.interfaces.model import CausalLM
-from diptych.shared.interfaces.model_runner import ModelRunner, RunnerFeatures
+from diptych.shared.interfaces.model_runner import ModelRunner, RunModel, RunnerFeatures
 from diptych.shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
 from diptych.shared.interfaces.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
@@ -112,6 +112,7 @@ __all__ = [
     "RadixKey",
     "ReqToTokenPool",
     "RotaryEmbedding",
+    "RunModel",
     "RunnerFeatures",
     "Sampler",
     "SchedulePolicy",

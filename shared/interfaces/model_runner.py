@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces.attention import AttentionBackend
+from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
 from diptych.shared.interfaces.host_pool import HostPool
 from diptych.shared.interfaces.linear_attention import LinearAttention
 from diptych.shared.interfaces.lora import LoraPool
 from diptych.shared.interfaces.memory_pool import TokenToKVPool
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.interfaces.sampler import Sampler
-from diptych.shared.modeling.forward import RunModel, run_model
 from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+
+
+class RunModel(Protocol):
+    """Runs a model: the hidden states after the final norm, of attention.rows or of all tokens, and those of
+    `layers`, as in `ModelRunner.capture_hidden`."""
+
+    def __call__(
+        self, model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class RunnerFeatures:
     host_pool: HostPool | None = None
     expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
     linear_attention: LinearAttention | None = None  # of a model that has layers of it
-    run_model: RunModel = field(default=run_model, repr=False)  # or what runs the model in another way
+    run_model: RunModel | None = field(default=None, repr=False)  # None: that of the runner
 
 
 NO_FEATURES = RunnerFeatures()
@@ -51,6 +61,7 @@ class ModelRunner(ABC):
     """
 
     model: CausalLM
+    run_model: RunModel
     is_watched: bool = False
     accepts_seq_len_upper_bounds: bool = False  # that of its attention backend
     capture_hidden: tuple[int, ...] | None = None
@@ -77,7 +88,8 @@ class ModelRunner(ABC):
         self.host_pool = features.host_pool
         self.expert_manager = features.expert_manager
         self.linear_attention = features.linear_attention
-        self.run_model = features.run_model
+        if features.run_model is not None:
+            self.run_model = features.run_model
 
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:

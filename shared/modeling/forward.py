@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,6 @@ from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.types import ForwardBatch
 from diptych.shared.types.attention import AttentionLayer
-
-
-class RunModel(Protocol):
-    """`run_model`, or what does the same in another way."""
-
-    def __call__(
-        self, model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
 def run_model(

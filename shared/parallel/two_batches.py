@@ -49,7 +49,6 @@ class TwoBatches:
         is_plain = batch.embeds is None and batch.custom_mask is None and batch.num_kept is None
         return batch.forward_mode.is_prefill and is_plain and batch.num_tokens >= self.min_tokens
 
-    # --8<-- [start:two-halves]
     def __call__(
         self, model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -61,6 +60,7 @@ class TwoBatches:
             of_part = BatchAttention(backend, backend.plan(part), attention.kv_pool, part.out_cache_loc)
             return lambda: run_model(model, part, of_part, layers)
 
+        # --8<-- [start:two-halves]
         turns = Turns()
         self.ranks.meanwhile = turns.pass_on
         try:
@@ -70,11 +70,10 @@ class TwoBatches:
         finally:
             self.ranks.meanwhile = None
         hidden_states = torch.cat([first, second])
+        # --8<-- [end:two-halves]
         if attention.rows is not None:
             hidden_states = hidden_states[attention.rows]
         return hidden_states, None if layers is None else torch.cat([of_first, of_second])
-
-    # --8<-- [end:two-halves]
 
 
 def halves_of(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:

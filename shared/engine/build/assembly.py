@@ -163,6 +163,9 @@ def make_parts(
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
+    another = [
+        feature.run_model(lambda: backend(pools.req_to_token_pool, kv_pool)) for feature in features.features
+    ]
     in_scheduler = [each for feature in features.features for each in feature.in_scheduler(extras, pools)]
     runner_features = RunnerFeatures(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,
@@ -170,7 +173,7 @@ def make_parts(
         host_pool=pools.host.pool if pools.host is not None else None,
         expert_manager=extras.experts,
         linear_attention=extras.linear_attention,
-        run_model=features.run_model(lambda: backend(pools.req_to_token_pool, kv_pool)),
+        run_model=next(filter(None, another), None),
     )
     return SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool, runner_features),

@@ -21,12 +21,12 @@ from diptych.shared.interfaces import (
     LinearAttention,
     PrefixCache,
     ReqToTokenPool,
+    RunModel,
     SchedulerFeature,
     TokenToKVPool,
     TokenToKVPoolAllocator,
 )
 from diptych.shared.loading.kv_sizing import MemoryPlan
-from diptych.shared.modeling.forward import RunModel, run_model
 
 if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.engine.requests.lora_adapters import LoraAdapters
@@ -101,9 +101,9 @@ class Feature:
         """Fields of `Extras`: made after the weights, before the pools are sized."""
         return {}
 
-    def run_model(self, run: RunModel, attention: Callable[[], AttentionBackend]) -> RunModel:
-        """What runs the model in place of `run`. `attention` makes another backend over the pools."""
-        return run
+    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel | None:
+        """What runs the model in place of the runner's own. `attention` makes another backend."""
+        return None
 
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
         """The tier below the prefix cache."""
@@ -137,12 +137,6 @@ class Features:
         for feature in self.features:
             found |= feature.beside_model(model)
         return Extras(**found)
-
-    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel:
-        run: RunModel = run_model
-        for feature in self.features:
-            run = feature.run_model(run, attention)
-        return run
 
 
 def _load(name: str) -> type[Feature]:

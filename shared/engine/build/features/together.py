@@ -9,10 +9,9 @@ from typing import Any
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config, read_draft_config
 from diptych.shared.engine.build.features import Feature
-from diptych.shared.interfaces import AttentionBackend, CausalLM, MoE, Sampler
+from diptych.shared.interfaces import AttentionBackend, CausalLM, MoE, RunModel, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
-from diptych.shared.modeling.forward import RunModel
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.grid import stages_of
 from diptych.shared.parallel.two_batches import TwoBatches
@@ -44,7 +43,7 @@ class TwoHalves(Feature):
             flag = f"two_batch_tokens={self.plan.config.two_batch_tokens}"
             raise ValueError(f"{flag} does not work with linear attention: states are of one batch at a time")
 
-    def run_model(self, run: RunModel, attention: Callable[[], AttentionBackend]) -> RunModel:
+    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel:
         assert self.plan.tp is not None
         assert self.plan.config.two_batch_tokens is not None
         return TwoBatches(self.plan.tp, attention(), self.plan.config.two_batch_tokens)
