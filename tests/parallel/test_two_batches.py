@@ -15,8 +15,8 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.ranks import collectives_of
 from diptych.shared.interfaces import Collectives as Interface
-from diptych.shared.parallel import two_batches
-from diptych.shared.parallel.two_batches import Turns, TwoBatches, halves_of
+from diptych.shared.modeling import two_batches
+from diptych.shared.modeling.two_batches import Turns, TwoBatches, halves_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import ForwardBatch, ForwardMode, Req
 from tests.parallel.tiny_ranks import answers, make_config

@@ -102,7 +102,7 @@ class Feature:
         return {}
 
     def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel | None:
-        """What runs the model in place of the runner's own. `attention` makes another backend."""
+        """What runs the model, if not the runner's own. `attention` makes a backend."""
         return None
 
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:

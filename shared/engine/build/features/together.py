@@ -12,9 +12,9 @@ from diptych.shared.engine.build.features import Feature
 from diptych.shared.interfaces import AttentionBackend, CausalLM, MoE, RunModel, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.modeling.two_batches import TwoBatches
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.grid import stages_of
-from diptych.shared.parallel.two_batches import TwoBatches
 
 
 class Ranks(Feature):
