@@ -83,6 +83,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled ahead": ("tiny-dense", {"skip_warmup": False}),
     "no graphs": ("tiny-dense", {"disable_cuda_graph": True}),
     "NCCL": ("tiny-dense", {"use": {"collectives": "nccl"}}),
+    "two halves": (
+        "tiny-dense",
+        {"two_batch_tokens": 16, "enable_mixed_chunk": True, "use": {"collectives": "nccl"}},
+    ),
+    "two halves, whole experts": ("tiny-moe", {"ep": 2, "two_batch_tokens": 16}),
     "parts of experts": ("tiny-moe", {}),
     "whole experts": ("tiny-moe", {"ep": 2}),
     "experts that move": (
@@ -107,6 +112,8 @@ def test_two_ranks_answer_as_one(way: str) -> None:
     assert [output.text for output in llm.generate(list(PROMPTS), **GREEDY)] == of_one_rank(model)
     if "disable_cuda_graph" not in more:
         assert llm.assembly.parts.model_runner.replays.steps > 0
+    if "two_batch_tokens" in more:
+        assert llm.assembly.parts.model_runner.run_model.num_passes > 0
     if "speculative" in more:
         assert llm.assembly.parts.drafter.drafter.graphs[0].num_replays > 0
 
