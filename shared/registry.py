@@ -44,6 +44,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "diptych.reference.tiers.host_pool:HostPool",
         "optimized": "diptych.optimized.tiers.host_pool:HostPool",
     },
+    "disk_tier": {
+        "reference": "diptych.reference.tiers.disk_tier:DiskTier",
+        "optimized": "diptych.optimized.tiers.disk_tier:DiskTier",
+    },
     "memory_pool": {
         "reference": "diptych.reference.memory_pool",
         "optimized": "diptych.optimized.memory_pool",
@@ -180,7 +184,6 @@ PARTS: dict[str, str] = {
     "split_servers": "diptych.reference.parallel.split_servers",
     "split_ranks": "diptych.reference.parallel.split_ranks",
     "whole_pages": "diptych.reference.parallel.whole_pages",
-    "disk_tier": "diptych.reference.tiers.disk_tier",
     "moe_runners": "diptych.optimized.moe_runners.table",
     "tune": "diptych.optimized.tune.tune",
     "mla_decode": "diptych.optimized.kernels.attention.mla_decode",

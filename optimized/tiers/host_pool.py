@@ -40,6 +40,7 @@ class HostPool(interface.HostPool):
         self.buffers = [
             torch.zeros(*shape, size, dtype=torch.uint8, pin_memory=self.is_cuda) for size in sizes
         ]
+        self._arrays = [rows.numpy() for buffer in self.buffers for rows in buffer]
         page_num_bytes = kv_pool.num_layers * page_len * sum(sizes)
         self.pages_at_once = max(STAGING_BYTES // page_num_bytes, 1)
         self._staging = [
@@ -48,6 +49,8 @@ class HostPool(interface.HostPool):
         ]
         self._pending: list[Callable[[], None]] = []  # in the order of their calls
         self._has_loads = False  # since the last pass
+        self._has_early_loads = False  # they were started before the next pass
+        self._pass_stream: Any = None  # of the passes; None: there was none, or no GPU
         self._stream: Any = torch.cuda.Stream(self.device) if self.is_cuda else None
         self._is_staged: Any = (
             torch.cuda.Event() if self.is_cuda else None
@@ -67,10 +70,11 @@ class HostPool(interface.HostPool):
     # --8<-- [end:host-pool-copies]
 
     def before_pass(self) -> None:
-        self._has_loads = False  # the pass before has waited for each layer
-        pending, self._pending = self._pending, []
-        for copy in pending:
-            copy()
+        # The pass before has waited for each layer.
+        self._has_loads, self._has_early_loads = self._has_early_loads, False
+        if self.is_cuda:
+            self._pass_stream = torch.cuda.current_stream(self.device)
+        self._start_copies()
         if not self._is_asked:
             self.wait_for_all()
 
@@ -82,26 +86,35 @@ class HostPool(interface.HostPool):
     def wait_for_all(self) -> None:
         self.wait(-1)  # layers are loaded in order
 
-    def page_bytes(self, page: int) -> bytes:
-        self._finish()
-        return b"".join(buffer[:, page].numpy().tobytes() for buffer in self.buffers)
+    def page_views(self, page: int) -> list[memoryview]:
+        return [memoryview(rows[page]).cast("B") for rows in self._arrays]
 
-    def set_page_bytes(self, page: int, data: bytes) -> None:
-        self._finish()
-        start = 0
-        for buffer in self.buffers:
-            target = buffer[:, page]
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)[start : start + target.numel()]
-            target.copy_(values.view(target.shape))
-            start += target.numel()
+    def copies_so_far(self) -> Callable[[], None]:
+        """The copies start on the stream of the passes, which is not that of the scheduler."""
+        before, self._has_loads = self._has_loads, False
+        if self._pass_stream is None:
+            self._start_copies()
+        else:
+            self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._pass_stream):
+                self._start_copies()
+        self._has_early_loads |= self._has_loads
+        self._has_loads |= before
+        if not self.is_cuda:
+            return lambda: None
+        ended = torch.cuda.Event()
+        ended.record(self._stream)
+        return ended.synchronize
 
-    def _finish(self) -> None:
-        self.before_pass()
-        if self.is_cuda:
-            self._stream.synchronize()
+    def _start_copies(self) -> None:
+        pending, self._pending = self._pending, []
+        for copy in pending:
+            copy()
 
     def _store(self, pages: list[int], slots: torch.Tensor) -> None:
         slots = copy_to_device(slots, self.device)
+        if self.is_cuda:
+            slots.record_stream(torch.cuda.current_stream(self.device))
         for first in range(0, len(pages), self.pages_at_once):
             group = pages[first : first + self.pages_at_once]
             tokens = slots[first * self.page_len : (first + len(group)) * self.page_len]

@@ -4,6 +4,7 @@ from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
 from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.detokenizer import Detokenizer
 from diptych.shared.interfaces.dialect import Dialect
+from diptych.shared.interfaces.disk_tier import DiskTier, PageMemory
 from diptych.shared.interfaces.draft_model import DraftModel, DraftOutput
 from diptych.shared.interfaces.draft_tree import DraftTreeOps
 from diptych.shared.interfaces.drafter import Drafter, DrafterParts
@@ -76,6 +77,7 @@ __all__ = [
     "Collectives",
     "Detokenizer",
     "Dialect",
+    "DiskTier",
     "DraftModel",
     "DraftOutput",
     "DraftTreeOps",
@@ -101,6 +103,7 @@ __all__ = [
     "MergedLinear",
     "MoE",
     "ModelRunner",
+    "PageMemory",
     "PolicyResult",
     "PrefillAdder",
     "PrefillBudget",

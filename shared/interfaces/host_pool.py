@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,12 +39,14 @@ class HostPool(ABC):
         """Called where each pass is launched, before it."""
 
     @abstractmethod
-    def page_bytes(self, page: int) -> bytes:
-        """The contents of a page, for another tier."""
+    def page_views(self, page: int) -> list[memoryview]:
+        """The memory of a page, for another tier: views of bytes, in an order that depends on the layout of
+        the KV pool only. They may be read and written when no copy of this page is on its way."""
 
     @abstractmethod
-    def set_page_bytes(self, page: int, data: bytes) -> None:
-        """Put them back."""
+    def copies_so_far(self) -> Callable[[], None]:
+        """Start the copies of all calls so far. The function that is returned waits for their end; any thread
+        may call it."""
 
 
 def byte_rows(kv_pool: TokenToKVPool, layer_id: int) -> list[torch.Tensor]:

@@ -31,6 +31,9 @@ class SchedulerFeature:
         """Tokens that admission leaves free, so that the running requests can go on decoding as they do."""
         return 0
 
+    def is_waiting(self, req: Req) -> None:
+        """The request has come, and waits."""
+
     def may_join(self, req: Req, running: Sequence[Req], new: Sequence[Req]) -> bool:
         """Whether a waiting request may run beside the running ones and those that join with it. False ends
         the admission of this step, because other requests must not overtake this one for ever."""

@@ -6,66 +6,41 @@ page -> the page. A prefix is found page by page, until the first digest that is
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from itertools import islice
 
-import numpy as np
 import torch
 
 from diptych.shared.interfaces import (
+    DiskTier,
     HostPool,
     PrefixCache,
     RadixKey,
     SchedulerFeature,
     TokenToKVPoolAllocator,
 )
+from diptych.shared.scheduling.disk_pages import DiskPages
+from diptych.shared.scheduling.host_pages import MIN_LOADED_TOKENS, HostPages
 from diptych.shared.scheduling.pages import evict_for
 from diptych.shared.types import Req
 
-MIN_LOADED_TOKENS = 10
-"""Fewer tokens are computed again as fast as they are loaded."""
 
+class HostCache(HostPages):
+    """The pages of CPU memory, below a radix cache and above a disk tier."""
 
-class NextTier(Protocol):
-    """What is below CPU memory: pages by the same digests."""
-
-    def write(self, key: str, data: bytes) -> None: ...
-    def read(self, key: str) -> bytes | None: ...
-    def remove(self, key: str) -> None: ...
-
-
-class HostCache:
-    """Every page is free, or has one digest. The pages of a prefix are used from its end on: a page is not
-    given up before those behind it."""
-
-    def __init__(self, pool: HostPool, seed: str, below: NextTier | None = None) -> None:
+    def __init__(self, pool: HostPool, seed: str, below: DiskTier | None = None) -> None:
         """seed: of all digests; what makes KV of equal tokens differ: model, types, length of a page."""
-        self.pool = pool
-        self.seed = seed
-        self.below = below
+        super().__init__(pool, seed)
+        self.disk = DiskPages(self, below) if below is not None else None
         self.num_loaded_tokens = 0
-        self.clear()
 
     def clear(self) -> None:
-        self.pages: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self.free = list(range(self.pool.num_pages))[::-1]
+        if self.disk is not None:
+            self.disk.stop()
+        super().clear()
 
-    # --8<-- [start:page-digests]
-    def digests(self, token_ids: Sequence[int], extra_key: Hashable) -> list[str]:
-        """One for each whole page: of the page's tokens and all before them, in their
-        namespace."""
-        size = self.pool.page_len
-        tokens = np.asarray(token_ids, np.int64)
-        digest = hashlib.sha256(repr((self.seed, extra_key)).encode())
-        found = []
-        for start in range(0, len(tokens) - size + 1, size):
-            digest.update(tokens[start : start + size].tobytes())
-            found.append(digest.hexdigest())
-        return found
-
-    # --8<-- [end:page-digests]
+    def lets_go(self, digest: str) -> bool:
+        return self.disk is None or self.disk.lets_go(digest)
 
     # --8<-- [start:write-through]
     def store(self, token_ids: Sequence[int], extra_key: Hashable, slots: torch.Tensor) -> None:
@@ -73,16 +48,17 @@ class HostCache:
         are new."""
         size = self.pool.page_len
         digests = self.digests(token_ids, extra_key)[: self.pool.num_pages]
-        self._use(digests)
-        new = [i for i, digest in enumerate(digests) if digest not in self.pages]
+        self.use(digests)
+        new = {i: digest for i, digest in enumerate(digests) if digest not in self.pages}
+        pages = self.take(len(new), keep=set(digests))
+        new = dict(islice(new.items(), len(pages)))
         if not new:
             return
-        pages = [self._take(digests[i]) for i in new]
-        self._use(digests)
+        self.pages.update(zip(new.values(), pages))
+        self.use(digests)
         self.pool.store(pages, torch.cat([slots[i * size : (i + 1) * size] for i in new]))
-        if self.below is not None:
-            for i, page in zip(new, pages):
-                self.below.write(digests[i], self.pool.page_bytes(page))
+        if self.disk is not None:
+            self.disk.write(list(new.values()))
 
     # --8<-- [end:write-through]
 
@@ -115,41 +91,27 @@ class HostCache:
     # --8<-- [end:load-back]
 
     def _find(self, digests: list[str], first: int) -> list[int]:
-        """The pages from number `first` on, up to one that no tier has."""
+        """The pages from number `first` on, up to one that is not there."""
         pages: list[int] = []
         for digest in digests[first : first + self.pool.num_pages]:
             if digest not in self.pages:
-                data = self.below.read(digest) if self.below is not None else None
-                if data is None:
-                    break
-                self.pool.set_page_bytes(self._take(digest), data)
-            self.pages.move_to_end(digest)
+                break
             pages.append(self.pages[digest])
-        self._use(digests[: first + len(pages)])
+        self.use(digests[: first + len(pages)])
         return pages
-
-    def _take(self, digest: str) -> int:
-        """A page for this digest: a free one, or the one that was not used for the longest time."""
-        page = self.free.pop() if self.free else self.pages.popitem(last=False)[1]
-        self.pages[digest] = page
-        return page
-
-    def _use(self, digests: Sequence[str]) -> None:
-        for digest in reversed(digests):  # the first page is the most recent one
-            if digest in self.pages:
-                self.pages.move_to_end(digest)
 
     def forget(self, key: RadixKey) -> None:
         """KV of this key may hold NaN: its pages leave the tier below, and all pages leave this one, since
         others may have been computed from them."""
-        if self.below is not None:
-            for digest in self.digests(key.token_ids, key.extra_key):
-                self.below.remove(digest)
         self.clear()
+        if self.disk is not None:
+            for digest in self.digests(key.token_ids, key.extra_key):
+                self.disk.tier.remove(digest)
 
     def check(self) -> None:
         """Every page has one owner."""
-        owned = sorted([*self.free, *self.pages.values()])
+        arriving = self.disk.arriving.values() if self.disk is not None else ()
+        owned = sorted([*self.free, *self.pages.values(), *arriving])
         assert owned == list(range(self.pool.num_pages)), f"owners of host pages: {owned}"
 
 
@@ -161,8 +123,24 @@ class HostLoader(SchedulerFeature):
         self.tree = tree
         self.allocator = allocator
 
+    def is_waiting(self, req: Req) -> None:
+        if self.host.disk is not None:
+            self.host.disk.ask(req, self.tree)
+
+    def may_join(self, req: Req, running: Sequence[Req], new: Sequence[Req]) -> bool:
+        disk = self.host.disk
+        return disk is None or disk.has_arrived(req, self.tree, may_wait=not running and not new)
+
     def is_joining(self, req: Req) -> None:
         self.host.load(req, self.tree, self.allocator)
+
+    def have_joined(self, new: Sequence[Req], running: Sequence[Req]) -> None:
+        for req in new:
+            self.has_left(req)
+
+    def has_left(self, req: Req) -> None:
+        if self.host.disk is not None:
+            self.host.disk.asked.pop(req.rid, None)
 
     def check(self) -> None:
         self.host.check()

@@ -83,6 +83,8 @@ class Lifecycle:
         self.waiting_queue.append(req)
         if self.config.enable_priority_scheduling:
             self.batch_is_full = False  # it may preempt
+        for feature in self.features:
+            feature.is_waiting(req)
         limit = self.config.max_queued_requests
         if limit is not None and len(self.waiting_queue) > limit:
             reason = FinishAbort(f"the queue is full ({limit} waiting)", 503)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
-from diptych.reference.tiers.disk_tier import DiskTier
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.features import host_tier
 from diptych.shared.engine.llm import LLM
-from diptych.shared.scheduling import host_cache
+from diptych.shared.scheduling import disk_pages, host_cache
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, prompts
 from diptych.shared.types import SamplingParams
 from tests.planted import Bug, Bugs
@@ -184,9 +184,8 @@ class WithoutNamespace(host_cache.HostCache):
 class TwoOwners(host_cache.HostCache):
     """A page that is taken for a digest stays free."""
 
-    def _take(self, digest):
-        self.pages[digest] = self.free[-1] if self.free else 0
-        return self.pages[digest]
+    def take(self, num, keep):
+        return [*self.free[-num:], 0, 0][:num]
 
 
 def shares_wrongly(llm: LLM) -> bool:
@@ -222,11 +221,13 @@ def test_flush_forgets_the_host_too() -> None:
 
 
 @pytest.mark.full
-def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path) -> None:
-    flags = {"hicache_dir": str(tmp_path), "hicache_tokens": 512}
+@pytest.mark.parametrize("disk_tier", ["reference", "optimized"])
+def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path, disk_tier: str) -> None:
+    flags = {"hicache_dir": str(tmp_path), "hicache_tokens": 512, "use": {"disk_tier": disk_tier}}
     first = engine(**flags)
     prompt = prompts(first)[0]
     first.generate(prompt, ONE, progress=False)
+    finish_writes(first)
     assert len(list(tmp_path.glob("*.kv"))) == len(prompt) // 16
     again = engine(**flags)
     output = again.generate(prompt, GREEDY, progress=False)
@@ -234,13 +235,92 @@ def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path
     assert output.num_cached_tokens == num_loaded(again) == (len(prompt) - 1) // 16 * 16
     other = LLM("tiny-moe", **REFERENCE, **flags)
     assert other.generate(prompt, ONE, progress=False).num_cached_tokens == 0
+    for llm in (again, other):
+        finish_writes(llm)
     for path in tmp_path.glob("*.kv"):
         path.write_bytes(b"cut off")
     broken = engine(**flags)
     assert broken.generate(prompt, ONE, progress=False).num_cached_tokens == 0
     small = engine(**flags, hicache_dir_tokens=32)
     small.generate(prompt[::-1], ONE, progress=False)
+    finish_writes(small)
     assert len(list(tmp_path.glob("*.kv"))) == 2
+
+
+@pytest.mark.gpu
+def test_the_disk_tier_on_a_gpu(alone: list[list[int]], tmp_path: Path) -> None:
+    """Pages are written from page-locked memory that a copy from the GPU fills, and read into it."""
+    flags = {"panel": "optimized", "device": "cuda", "dtype": "float32", "hicache_tokens": 512}
+    for _ in range(2):
+        llm = engine(hicache_dir=str(tmp_path), **flags)
+        for _ in range(3):
+            outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
+            assert [output.output_ids for output in outputs] == alone
+            finish_writes(llm)
+            evict_all(llm)
+            llm.assembly.parts.tree_cache.host.clear()
+        assert num_loaded(llm) > 0
+
+
+def finish_writes(llm: LLM) -> None:
+    llm.assembly.parts.tree_cache.host.disk.finish()
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize("flags", [{"hicache_tokens": 96}, {"hicache_tokens": 2048, "page_size": 4}], ids=str)
+def test_answers_stay_when_pages_go_to_a_disk(
+    alone: list[list[int]], tmp_path: Path, panel: str, flags: dict[str, Any]
+) -> None:
+    use = dict.fromkeys(("scheduler", "host_pool", "disk_tier"), panel)
+    llm = engine(hicache_dir=str(tmp_path), use=use, **flags)
+    for _ in range(3):
+        outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
+        assert [output.output_ids for output in outputs] == alone
+        evict_all(llm)
+    finish_writes(llm)
+    host = llm.assembly.parts.tree_cache.host
+    assert host.disk.asked == host.disk.arriving == {}
+    host.clear()  # the disk alone
+    before = num_loaded(llm)
+    llm.generate(prompts(llm)[0], ONE, progress=False)
+    assert num_loaded(llm) > before
+
+
+@pytest.mark.parametrize("scheduler", ["reference", "optimized"])
+def test_decoding_goes_on_while_a_disk_is_slow(
+    alone: list[list[int]], tmp_path: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for its pages; the requests that run do not."""
+    flags = {"hicache_dir": str(tmp_path), "use": {"disk_tier": "optimized", "scheduler": scheduler}}
+    llm = engine(**flags)
+    first = prompts(llm)[0]
+    llm.generate(first, ONE, progress=False)
+    finish_writes(llm)
+    evict_all(llm)
+    host = llm.assembly.parts.tree_cache.host
+    host.clear()
+    may_read = Event()
+    read = host.disk.tier._read
+    monkeypatch.setattr(host.disk.tier, "_read", lambda *given: may_read.wait(30) and read(*given))
+    [running] = llm.submit(first[::-1], GREEDY)
+    llm.step()
+    [waiting] = llm.submit(first, GREEDY)
+    while not running.is_finished:
+        assert llm.step()
+    assert not waiting.output_ids
+    may_read.set()
+    while llm.step():
+        pass
+    assert waiting.output_ids == alone[0]
+    assert waiting.num_cached_tokens == num_loaded(llm) > 0
+    monkeypatch.setattr(disk_pages, "MAX_WAIT_SECONDS", 0.05)
+    may_read.clear()
+    evict_all(llm)
+    host.clear()
+    late = llm.generate(first, GREEDY, progress=False)
+    assert (late.output_ids, late.num_cached_tokens) == (alone[0], 0)
+    may_read.set()
+    finish_writes(llm)
 
 
 @pytest.mark.full
@@ -264,15 +344,6 @@ def test_the_optimized_panel_on_a_gpu(alone: list[list[int]], flags: dict[str, A
         assert [output.output_ids for output in outputs] == alone
         evict_all(llm)
     assert num_loaded(llm) > 0
-
-
-def test_the_page_that_was_used_longest_ago_leaves_the_disk(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, num_pages=2, page_num_bytes=1)
-    tier.write("a", b"1")
-    tier.write("b", b"2")
-    assert tier.read("a") == b"1"
-    tier.write("c", b"3")
-    assert [tier.read(key) for key in "abc"] == [b"1", None, b"3"]
 
 
 def test_refusals(tmp_path: Path) -> None:

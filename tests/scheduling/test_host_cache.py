@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from pathlib import Path
+from threading import Event, Semaphore
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from diptych.optimized.tiers import disk_tier as optimized
+from diptych.optimized.tiers.host_pool import HostPool as OptimizedPool
 from diptych.reference.radix_cache import RadixCache
-from diptych.reference.tiers.disk_tier import DiskTier
+from diptych.reference.tiers import disk_tier as reference
 from diptych.reference.tiers.host_pool import HostPool
-from diptych.shared.interfaces import RadixKey
+from diptych.shared.interfaces import DiskTier, PageMemory, RadixKey
+from diptych.shared.scheduling import page_files
 from diptych.shared.scheduling.host_cache import HostCache, tiered
 from diptych.shared.tools.conformance.contracts.host_pool.copies import make_kv_pool
 from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
@@ -22,53 +28,145 @@ PAGE_LEN, NUM_PAGES = 4, 3
 IDS = list(range(20))
 
 
+PANELS = pytest.mark.parametrize("panel", [reference, optimized], ids=["reference", "optimized"])
+
+
 def cache_on(tier: DiskTier, seed: int = 0) -> HostCache:
     return HostCache(HostPool(make_kv_pool(HostPool, seed=seed), NUM_PAGES, PAGE_LEN), "model", tier)
 
 
-def tier_of(folder: Path) -> DiskTier:
+def tier_of(panel: Any, folder: Path) -> DiskTier:
     kv_pool = make_kv_pool(HostPool)
-    return DiskTier(folder, 10, PAGE_LEN * kv_pool.num_bytes_per_token)
+    tier: DiskTier = panel.DiskTier(folder, 10, PAGE_LEN * kv_pool.num_bytes_per_token)
+    return tier
 
 
-def test_pages_of_the_tier_below_come_back(tmp_path: Path) -> None:
-    first, tier = cache_on(tier_of(tmp_path)), tier_of(tmp_path)
+def found(tier: DiskTier, digests: list[str]) -> list[bool]:
+    return [tier.find([digest]).result() == 1 for digest in digests]
+
+
+def load(cache: HostCache, ids: list[int], namespace: object = None) -> list[int]:
+    """Read pages as for a request; returns those that arrive."""
+    tree = CacheWorld(RadixCache, 1).cache
+    req: Any = SimpleNamespace(rid="a", all_ids=ids, max_prefix_len=len(ids), extra_key=namespace)
+    assert cache.disk is not None
+    cache.disk.ask(req, tree)
+    while not cache.disk.has_arrived(req, tree, may_wait=True):
+        cache.check()
+    cache.check()
+    return cache._find(cache.digests(ids, namespace), first=0)
+
+
+def contents(cache: HostCache, pages: list[int]) -> list[bytes]:
+    return [b"".join(cache.pool.page_views(page)) for page in pages]
+
+
+@PANELS
+def test_pages_of_the_tier_below_come_back(tmp_path: Path, panel: Any) -> None:
+    first, tier = cache_on(tier_of(panel, tmp_path)), tier_of(panel, tmp_path)
     first.store(IDS[:11], None, torch.arange(1, 12))
+    assert first.disk is not None
+    first.disk.finish()
     digests = first.digests(IDS, None)
     pages = [first.pages[digest] for digest in digests[:2]]
-    assert [tier.read(digest) is not None for digest in digests] == [True, True, False, False, False]
+    assert found(tier, digests) == [True, True, False, False, False]
     other = cache_on(tier, seed=50)
-    found = other._find(digests, first=0)
-    assert [other.pool.page_bytes(page) for page in found] == [first.pool.page_bytes(page) for page in pages]
+    assert contents(other, load(other, IDS)) == contents(first, pages)[:1]  # at most half of its memory
+    assert contents(other, load(other, IDS)) == contents(first, pages)
     assert len(other._find(digests, first=1)) == 1
     assert other._find(digests, first=2) == []
     other.check()
-    assert cache_on(tier)._find(cache_on(tier).digests(IDS, "another namespace"), first=0) == []
+    assert load(cache_on(tier), IDS, "another namespace") == []
 
 
-def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path: Path) -> None:
+@PANELS
+def test_each_panel_reads_the_files_of_the_other(tmp_path: Path, panel: Any) -> None:
+    first = cache_on(tier_of(reference, tmp_path))
+    first.store(IDS[:4], None, torch.arange(1, 5))
+    second = cache_on(tier_of(panel, tmp_path), seed=50)
+    assert contents(second, load(second, IDS[:12])) == contents(first, [*first.pages.values()])
+
+
+@PANELS
+def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path: Path, panel: Any) -> None:
     for name in "abc":
         (tmp_path / f"{name}.kv").write_bytes(b"1")
     for name, time in (("a", 3), ("b", 1), ("c", 2)):
         os.utime(tmp_path / f"{name}.kv", (time, time))
-    tier = DiskTier(tmp_path, 3, 1)
+    for name, age in (("d.12", 2 * page_files.STALE_SECONDS), ("e.34", 0)):  # unfinished
+        (tmp_path / name).write_bytes(b"1")
+        os.utime(tmp_path / name, (path_time(tmp_path) - age,) * 2)
+    tier = panel.DiskTier(tmp_path, 3, 1)
+    (tmp_path / "e.34").unlink()
     left = []
     for name in "xyz":
         before = {path.stem for path in tmp_path.glob("*.kv")}
-        tier.write(name, b"2")
+        tier.write(name, PageMemory([memoryview(bytearray(b"2"))], lambda: None)).result()
         left += before - {path.stem for path in tmp_path.glob("*.kv")}
     assert left == ["b", "c", "a"]
-    assert not [path for path in tmp_path.iterdir() if path.suffix != ".kv"]
-    assert (tier.read("a"), tier.read("y"), tier.read("z")) == (None, b"2", b"2")
-    for path in (tmp_path, *tmp_path.iterdir()):
-        assert path.stat().st_mode & 0o077 == 0
-    intact = (tmp_path / "y.kv").read_bytes()
-    for damaged in (b"cut", b"", b"3" + intact[1:], intact + b"2"):
-        (tmp_path / "y.kv").write_bytes(damaged)
-        assert tier.read("y") is None
-        assert not (tmp_path / "y.kv").exists()
-    (tmp_path / "x.kv").write_bytes(intact)  # a page of another prompt
-    assert tier.read("x") is None
+    assert {path.name for path in tmp_path.iterdir()} == {"x.kv", "y.kv", "z.kv"}
+
+
+def path_time(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def test_a_page_that_is_written_is_not_used_for_others(tmp_path: Path) -> None:
+    """Those whose write has not begun are cancelled."""
+    tier = tier_of(optimized, tmp_path)
+    cache = cache_on(tier)
+    may_write, has_begun = Event(), Semaphore(0)
+    write = tier._write
+
+    def slow(key: str, memory: PageMemory) -> bool:
+        has_begun.release()
+        assert may_write.wait(30)
+        return write(key, memory)
+
+    tier._write = slow
+    cache.store(IDS[:12], None, torch.arange(1, 13))
+    for _ in range(optimized.NUM_WRITERS):
+        assert has_begun.acquire(timeout=30)
+    before = list(cache.pages)
+    cache.store(IDS[::-1], None, torch.arange(1, 21))
+    cache.check()
+    expected = contents(cache, [cache.pages[digest] for digest in before if digest in cache.pages])
+    assert len(expected) == optimized.NUM_WRITERS == NUM_PAGES - 1
+    may_write.set()
+    assert cache.disk is not None
+    cache.disk.finish()
+    assert sorted(found(tier, before)) == [False, True, True]
+    assert found(tier, list(cache.pages)) == [True] * NUM_PAGES
+    assert contents(cache, [cache.pages[digest] for digest in before if digest in cache.pages]) == expected
+
+
+def test_too_many_writes_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimized, "MAX_QUEUED_BYTES", 3)
+    tier, may_write = optimized.DiskTier(tmp_path, 10, 1), Event()
+    memory = PageMemory([memoryview(bytearray(b"1"))], lambda: None)
+    slow = memory._replace(wait=lambda: may_write.wait(30) and None)
+    writes = [tier.write(key, slow) for key in "abcd"]
+    assert (writes[3].done(), writes[3].result()) == (True, False)
+    may_write.set()
+    assert [write.result() for write in writes[:3]] == [True] * 3
+    assert tier.write("e", memory).result()
+    monkeypatch.setattr(optimized, "MAX_QUEUED_BYTES", 0)
+    while tier._num_queued:
+        pass
+    assert tier.write("f", memory).result()  # one page always has room
+
+
+def test_loads_that_started_early_belong_to_the_next_pass() -> None:
+    pool = OptimizedPool(make_kv_pool(OptimizedPool), NUM_PAGES, PAGE_LEN)
+    pool.load([0], torch.arange(1, 5))
+    pool.copies_so_far()()
+    assert pool._pending == []
+    pool.before_pass()
+    assert pool._has_loads
+    pool.copies_so_far()()
+    assert pool._has_loads
+    pool.before_pass()
+    assert not pool._has_loads
 
 
 def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:
@@ -88,52 +186,47 @@ def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:
     assert len(world.cache.match_prefix(key).device_indices) == 0
 
 
-def test_forgotten_pages_leave_the_disk_and_others_stay(tmp_path: Path) -> None:
-    tier = tier_of(tmp_path)
+@PANELS
+def test_forgotten_pages_leave_the_disk_and_others_stay(tmp_path: Path, panel: Any) -> None:
+    tier = tier_of(panel, tmp_path)
     cache = cache_on(tier)
+    assert cache.disk is not None
     ids = IDS[: NUM_PAGES * PAGE_LEN]
     keys = [RadixKey(ids), RadixKey(ids, "another namespace")]
+    digests = [cache.digests(key.token_ids, key.extra_key) for key in keys]
     for key in keys:
         cache.store(key.token_ids, key.extra_key, torch.arange(1, len(ids) + 1))
-    forgotten, kept = ([tier.read(d) for d in cache.digests(key.token_ids, key.extra_key)] for key in keys)
-    assert None not in forgotten + kept
+        cache.disk.finish()
+    assert found(tier, [*digests[0], *digests[1]]) == [True] * 2 * NUM_PAGES
     cache.forget(keys[0])
-    for key, before in zip(keys, ([None] * len(forgotten), kept)):
-        digests = cache_on(tier).digests(key.token_ids, key.extra_key)
-        assert [tier.read(digest) for digest in digests] == before
-        assert len(cache_on(tier_of(tmp_path))._find(digests, first=0)) == len(before) - before.count(None)
+    for each, is_there in zip(digests, (False, True)):
+        assert found(tier, each) == [is_there] * NUM_PAGES
     cache.check()
     assert cache.pages == {}
 
 
-def test_a_disk_that_takes_nothing_costs_no_answer(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path / "tier", 3, 1)
-    tier.write("a", b"1")
-    tier.folder.rename(tmp_path / "away")
-    with pytest.warns(RuntimeWarning, match=r"tier: KV pages are not written: No such file or directory"):
-        tier.write("b", b"2")
-    assert (tier.read("a"), tier.read("b")) == (None, None)
-    (tmp_path / "away").rename(tier.folder)
-    tier.write("c", b"3")
-    assert (tier.read("a"), tier.read("b"), tier.read("c")) == (b"1", None, b"3")
-    assert {path.name for path in tier.folder.iterdir()} == {"a.kv", "c.kv"}
+def test_a_failing_disk_is_reported(tmp_path: Path) -> None:
+    for panel in (reference, optimized):
+        tier = panel.DiskTier(tmp_path / "tier", 3, 1)
+        tier.files.folder.rename(tmp_path / "away")
+        with pytest.warns(RuntimeWarning, match=r"tier: KV pages are not written: No such file or directory"):
+            assert not tier.write("b", PageMemory([memoryview(b"1")], lambda: None)).result()
+        (tmp_path / "away").rename(tier.files.folder)
 
 
-@pytest.mark.parametrize("change", ["a bit", "cut", "longer", "another key"])
-def test_pages_are_their_owners_alone_and_damaged_ones_are_not_loaded(tmp_path: Path, change: str) -> None:
-    tier = DiskTier(tmp_path / "tier", 3, 4)
-    for key in ("a", "b"):
-        tier.write(key, key.encode() * 4)
-    files = [tier.folder / "a.kv", tier.folder / "b.kv"]
-    assert tier.folder.stat().st_mode & 0o777 == 0o700
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-    data = files[0].read_bytes()
-    changed = {
-        "a bit": bytes([data[0] ^ 1]) + data[1:],
-        "cut": data[:-1],
-        "longer": data + b"a",
-        "another key": files[1].read_bytes(),
-    }
-    files[0].write_bytes(changed[change])
-    assert tier.read("a") is None
-    assert tier.read("b") == b"bbbb"
+@PANELS
+def test_a_full_disk_leaves_no_file(tmp_path: Path, panel: Any) -> None:
+    """A file may not grow beyond the limit of the process, as on a full disk."""
+    tier = panel.DiskTier(tmp_path, 3, 2**16)
+    memory = PageMemory([memoryview(bytes(2**15))] * 2, lambda: None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15 + 100, limits[1]))
+        with pytest.warns(RuntimeWarning, match="File too large"):
+            assert not tier.write("a", memory).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+    assert tier.write("a", memory).result()

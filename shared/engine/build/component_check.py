@@ -21,6 +21,7 @@ _CLASSES: dict[str, type] = {
     "linear_attention": interfaces.LinearAttention,
     "mla_memory_pool": interfaces.MLATokenToKVPool,
     "host_pool": interfaces.HostPool,
+    "disk_tier": interfaces.DiskTier,
     "lora": interfaces.LoraPool,
     "moe": interfaces.MoE,
     "quantized_experts": interfaces.QuantizedExperts,

@@ -54,3 +54,11 @@ class PagesInARow(diptych.optimized.tiers.host_pool.HostPool):
 
     def load(self, pages, slots, num_skipped=0):
         super().load(range(pages[0], pages[0] + len(pages)), slots, num_skipped)
+
+
+@mutant_of("host_pool")
+class CopiesLater(diptych.optimized.tiers.host_pool.HostPool):
+    """Copies do not start before the next pass."""
+
+    def copies_so_far(self):
+        return lambda: None

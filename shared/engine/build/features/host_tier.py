@@ -8,11 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.features import Extras, Feature, Pools
-from diptych.shared.interfaces import Drafter, HostPool, SchedulerFeature, TokenToKVPool
-from diptych.shared.scheduling.host_cache import HostCache, HostLoader, NextTier
+from diptych.shared.interfaces import DiskTier, Drafter, HostPool, SchedulerFeature, TokenToKVPool
+from diptych.shared.scheduling.host_cache import HostCache, HostLoader
 from diptych.shared.scheduling.pages import round_up_to_page
 
 MIN_PAGE_LEN = 16
@@ -23,8 +22,8 @@ class HostTier(Feature):
     """Copies of cached KV in CPU memory, and on disk."""
 
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache:
-        pool_class = self.plan.component("host_pool")
-        return make_host_cache(self.plan.config, self.plan.folder, pool_class, kv_pool, drafter)
+        classes = self.plan.component("host_pool"), self.plan.component("disk_tier")
+        return make_host_cache(self.plan.config, self.plan.folder, *classes, kv_pool, drafter)
 
     def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
         assert pools.host is not None
@@ -35,6 +34,7 @@ def make_host_cache(
     config: EngineConfig,
     folder: Path,
     pool_class: type[HostPool],
+    disk_class: type[DiskTier],
     kv_pool: TokenToKVPool,
     drafter: Drafter | None,
 ) -> HostCache:
@@ -55,12 +55,10 @@ def make_host_cache(
             f"hicache_tokens={config.hicache_tokens} is {num_pages} pages of {page_len} tokens and "
             f"{page_num_bytes} bytes; at least one is needed, and {free / 1e9:.1f} GB of memory are free"
         )
-    below: NextTier | None = None
+    below: DiskTier | None = None
     if config.hicache_dir is not None:
-        if config.panel != "reference":
-            raise ValueError(f"hicache_dir works with panel=reference; the panel is {config.panel}")
         num_disk_pages = max(config.hicache_dir_tokens // page_len, 1)
-        below = registry.load_part("disk_tier").DiskTier(config.hicache_dir, num_disk_pages, page_num_bytes)
+        below = disk_class(config.hicache_dir, num_disk_pages, page_num_bytes)
     seed = f"{model_digest(folder, config)} {kv_pool.dtype} {list(kv_pool.kv_scales)} {page_len}"
     return HostCache(pool_class(kv_pool, num_pages, page_len), seed, below)
 

@@ -72,6 +72,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "quantization": ("quantization.linear",),
     "quantized_experts": ("quantized_experts.outputs",),
     "host_pool": ("host_pool.copies",),
+    "disk_tier": ("disk_tier.files",),
     "lora": ("lora.outputs",),
     "moe": ("moe.routing", "moe.experts"),
     "models": ("models.logits", "models.input_rows", "models.weights"),
