@@ -37,10 +37,10 @@ class DiskTier(interface.DiskTier):
         self._lock = Lock()
         self._num_queued = 0  # writes that have not ended
 
-    # --8<-- [start:disk-tier-operations]
     def find(self, keys: Sequence[str]) -> Future[int]:
         return self._readers.submit(lambda: sum(1 for _ in takewhile(self.files.has, keys)))
 
+    # --8<-- [start:disk-tier-operations]
     def write(self, key: str, memory: PageMemory) -> Future[bool]:
         with self._lock:
             is_full = (self._num_queued + 1) * self.page_num_bytes > MAX_QUEUED_BYTES
@@ -70,7 +70,7 @@ class DiskTier(interface.DiskTier):
         views = [*memory.views, memoryview(digest_of(key, memory.views))]
         try:
             with self.files.new_file(key) as file:
-                _all_bytes(os.writev, file, views)
+                _all_bytes(os.writev, file.fileno(), views)
         except OSError:
             return False
         return True

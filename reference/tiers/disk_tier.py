@@ -20,27 +20,27 @@ class DiskTier(interface.DiskTier):
         self.files = PageFiles(folder, num_pages)
         self.page_num_bytes = page_num_bytes
 
-    # --8<-- [start:disk-tier-operations]
     def find(self, keys: Sequence[str]) -> Future[int]:
         return done(sum(1 for _ in takewhile(self.files.has, keys)))
 
+    # --8<-- [start:disk-tier-operations]
     def write(self, key: str, memory: PageMemory) -> Future[bool]:
         memory.wait()
         data = b"".join(memory.views)
         try:
-            with self.files.new_file(key) as file, open(file, "wb", closefd=False) as stream:
-                stream.write(data + digest_of(key, [data]))
+            with self.files.new_file(key) as file:
+                file.write(data + digest_of(key, [data]))
         except OSError:
             return done(False)
         return done(True)
 
     def read(self, key: str, memory: PageMemory) -> Future[bool]:
         try:
-            data = self.files.path(key).read_bytes()
+            found = self.files.path(key).read_bytes()
         except OSError:
             return done(False)
-        data, digest = data[: self.page_num_bytes], data[self.page_num_bytes :]
-        if digest != digest_of(key, [data]):
+        data = found[: self.page_num_bytes]
+        if found != data + digest_of(key, [data]):
             self.files.remove(key)
             return done(False)
         memory.wait()

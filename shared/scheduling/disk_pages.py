@@ -71,7 +71,7 @@ class DiskPages:
         self.asked[req.rid] = Asked(missing, found, time.monotonic() + MAX_WAIT_SECONDS)
 
     def has_arrived(self, req: Req, tree: PrefixCache, may_wait: bool) -> bool:
-        """Whether the reads for a request have ended. may_wait: there is nothing else to do."""
+        """Whether the reads for a request have ended. may_wait: nothing else is to do."""
         if req.rid not in self.asked:  # a retracted request
             self.ask(req, tree)
         asked = self.asked.get(req.rid)

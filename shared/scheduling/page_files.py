@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import BinaryIO
 
 STALE_SECONDS = 3600.0
 """Age of an unfinished file that no process writes any more."""
@@ -51,16 +52,13 @@ class PageFiles:
         return self.path(key).exists()
 
     @contextlib.contextmanager
-    def new_file(self, key: str) -> Iterator[int]:
-        """A descriptor to write a page to. The file gets its name when it is complete; an `OSError` leaves no
+    def new_file(self, key: str) -> Iterator[BinaryIO]:
+        """A file to write a page to. The file gets its name when it is complete; an `OSError` leaves no
         file, and is reported as a warning and raised again."""
         unfinished = self.folder / f"{key}.{secrets.token_hex(4)}"
         try:
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 yield file
-            finally:
-                os.close(file)
             unfinished.replace(self.path(key))
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -107,6 +107,20 @@ def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"x.kv", "y.kv", "z.kv"}
 
 
+@PANELS
+def test_pages_are_their_owners_alone_and_damaged_ones_are_not_loaded(tmp_path: Path, panel: Any) -> None:
+    first = cache_on(tier_of(panel, tmp_path / "tier"))
+    first.store(IDS[:4], None, torch.arange(1, 5))
+    assert first.disk is not None
+    first.disk.finish()
+    (file,) = (tmp_path / "tier").iterdir()
+    assert [path.stat().st_mode & 0o077 for path in (file, file.parent)] == [0, 0]
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    assert load(cache_on(tier_of(panel, tmp_path / "tier")), IDS[:12]) == []
+    assert not file.exists()
+
+
 def path_time(path: Path) -> float:
     return path.stat().st_mtime
 

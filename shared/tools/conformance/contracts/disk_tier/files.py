@@ -77,7 +77,7 @@ def pages_come_back(impl: type[DiskTier], case: Case) -> None:
 def found_up_to_a_gap(impl: type[DiskTier], case: Case) -> None:
     with new_folder() as folder:
         tier = impl(folder, 10, NUM_BYTES)
-        for key in "abd":
+        for key in ("a", "b", "d"):
             write(tier, key, 0)
         for keys, expected in (("abcd", 2), ("ab", 2), ("cab", 0), ("", 0)):
             expect_equal(f"pages found of {keys!r}", result(tier.find(list(keys))), expected)
