@@ -31,6 +31,15 @@ class ReadsTokensUnshifted(EagleDrafter):
 
 
 @drafts_with
+class RestoresTheStateBefore(EagleDrafter):
+    """A request gets the state that came for the request before it."""
+
+    def restore(self, req, state):
+        super().restore(req, getattr(self, "state_before", state))
+        self.state_before = state
+
+
+@drafts_with
 class SeesItsSiblings(EagleDrafter):
     """Drafts look at everything that was drafted before them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -128,8 +128,14 @@ def watched(impl: type[Drafter]) -> type[Drafter]:
     return Watched
 
 
-def world(impl: Any, setting: Setting | None, **flags: Any) -> Assembly:
-    """An engine with the built-in model on a CPU, with or without speculation."""
+def world(
+    impl: Any,
+    setting: Setting | None,
+    wrap: Callable[[type[Drafter]], type[Drafter]] = watched,
+    **flags: Any,
+) -> Assembly:
+    """An engine with the built-in model on a CPU, with or without speculation. `wrap`: changes the drafter's
+    class."""
     config = EngineConfig(
         model="tiny-dense", panel="reference", device="cpu", max_total_tokens=1024, context_len=256
     )
@@ -138,7 +144,7 @@ def world(impl: Any, setting: Setting | None, **flags: Any) -> Assembly:
     config = config.updated(
         page_size=setting.page_size, chunked_prefill_size=setting.chunk, **setting.flags(), **flags
     )
-    return assemble(config, replace={"drafter": watched(drafter_class(impl, config))})
+    return assemble(config, replace={"drafter": wrap(drafter_class(impl, config))})
 
 
 def answers(assembly: Assembly, max_new_tokens: int, **params: Any) -> dict[str, list[int]]:
