@@ -46,8 +46,8 @@ class PassDispatch(DispatchInStep):
         self._counts: torch.Tensor | None = None
 
     # --8<-- [start:choose-padding]
-    def begin(self, num_tokens: int, is_extend: bool, device: torch.device, num_nodes: int = 1) -> PassTokens:
-        tokens = super().begin(num_tokens, is_extend, device, num_nodes)
+    def begin(self, num_tokens: int, is_extend: bool, device: torch.device, *more: Any) -> PassTokens:
+        tokens = super().begin(num_tokens, is_extend, device, *more)
         self.num_rows = None if tokens.is_extend else self._smallest_of_all(tokens)
         self.counts(device).copy_(to_device(tokens.num_tokens, torch.int64, device))
         return tokens

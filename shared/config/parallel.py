@@ -45,12 +45,14 @@ def check_parallel_flags(flags: EngineFlags) -> None:
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
     if flags.two_batch_tokens:
-        works = {"tp": flags.tp > 1, "pp": flags.pp == 1, "dp_attention": not flags.dp_attention}
-        for name in [name for name, is_right in works.items() if not is_right]:
-            found = (
-                f"two_batch_tokens={flags.two_batch_tokens} does not work with {name}={getattr(flags, name)}"
-            )
-            raise ValueError(f"{found}: half a batch computes during the sums over the ranks of tp")
+        num_ranks = flags.dp * flags.tp if flags.dp_attention else flags.tp
+        for name, works in (("tp", num_ranks > 1), ("pp", flags.pp == 1)):
+            if not works:
+                flag = f"two_batch_tokens={flags.two_batch_tokens}"
+                raise ValueError(
+                    f"{flag} does not work with {name}={getattr(flags, name)}: half a batch computes while "
+                    "ranks that have parts of a layer exchange those of the other half"
+                )
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:

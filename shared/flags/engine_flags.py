@@ -99,11 +99,11 @@ class EngineFlags:
     """Each rank has the weights and the KV of its layers. A step passes the ranks in turn, and several
     batches are under way to keep them all working. With --tp each stage has so many ranks."""
     two_batch_tokens: int | None = flag(
-        RANKS, None, "With --tp: prefill passes of so many tokens run as two halves. Default: none.",
+        RANKS, None, "With several ranks: prefill passes of so many tokens run as two halves.",
         at_least=2,
     )  # fmt: skip
-    """One half computes while the sums over ranks of the other are under way. Pays where these take long;
-    such a pass launches twice as many kernels, without CUDA graphs."""
+    """Default: none. One half computes while sums over ranks, or tokens for experts, of the other are under
+    way. Pays where these take long; such a pass launches twice as many kernels, without CUDA graphs."""
     dp: int = flag(RANKS, 1, "Data parallelism: replicas of the whole model.", at_least=1)
     """Each replica has the whole model and a KV pool of its own, so a cached prefix is in one of them."""
     dp_policy: DataParallelPolicyName = flag(RANKS, "least-tokens", "The replica that gets a request.")

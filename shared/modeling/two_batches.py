@@ -6,48 +6,49 @@ A rank waits for each sum over ranks. With two halves it computes one while the 
     network              sum of A   sum of B   sum of A   sum of B   sum of A   ...
 
 The model's code is the one that runs whole batches. Each half runs it on a thread of its own, and only one of
-the two threads runs at any time: a half that has started a sum passes the turn on before it waits. All ranks
-cut alike and both halves have the same operations, so all ranks call these in the same order.
+the two threads runs at any time: a half that has started a sum passes the turn on before it waits
+(`diptych.shared.parallel.turns`). All ranks cut alike and both halves have the same operations, so all ranks
+call these in the same order.
 
 A request may be cut: its second part is an extension of the first. In every layer A stores its KV before B
-attends to it, because A passes the turn on later, at the sum behind attention.
+attends to it, because A passes the turn on later, at the first operation behind attention.
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from diptych.shared.interfaces import Collectives
 from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.modeling.forward import run_model
 from diptych.shared.to_device import to_device
 from diptych.shared.types import ForwardBatch, ForwardMode
 
-T = TypeVar("T")
-
 
 class TwoBatches:
-    """A `run_model` that runs large prefill passes as two halves. `beside`: a second attention backend over
-    the same pools, because a backend keeps one plan at a time."""
+    """A `run_model` that runs the passes that `takes` names as two halves. `in_turns` runs two functions in
+    turns. `beside`: a second attention backend over the same pools, because a backend keeps one plan at a
+    time. `take_part`: what a half without tokens does."""
 
-    def __init__(self, ranks: Collectives, beside: AttentionBackend, min_tokens: int) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        beside: AttentionBackend,
+        takes: Callable[[ForwardBatch], bool],
+        in_turns: Callable[[Callable[[], Any], Callable[[], Any], torch.device], list[Any]],
+        take_part: Callable[[CausalLM], None] | None = None,
+    ) -> None:
         self.beside = beside
-        self.min_tokens = max(min_tokens, 2)
+        self.takes = takes
+        self.in_turns = in_turns
+        self.take_part = take_part
         self.num_passes = 0
-
-    def takes(self, batch: ForwardBatch) -> bool:
-        """The same on all ranks, which have the same batches."""
-        is_plain = batch.embeds is None and batch.custom_mask is None and batch.num_kept is None
-        return batch.forward_mode.is_prefill and is_plain and batch.num_tokens >= self.min_tokens
 
     def __call__(
         self, model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
@@ -56,24 +57,27 @@ class TwoBatches:
             return run_model(model, batch, attention, layers)
         self.num_passes += 1
 
-        def half(backend: AttentionBackend, part: ForwardBatch) -> Callable[[], Any]:
-            of_part = BatchAttention(backend, backend.plan(part), attention.kv_pool, part.out_cache_loc)
-            return lambda: run_model(model, part, of_part, layers)
-
         # --8<-- [start:two-halves]
-        turns = Turns()
-        self.ranks.meanwhile = turns.pass_on
-        try:
-            a, b = halves_of(batch)
-            functions = half(attention.backend, a), half(self.beside, b)
-            (first, of_first), (second, of_second) = turns.run(*functions, device=batch.input_ids.device)
-        finally:
-            self.ranks.meanwhile = None
-        hidden_states = torch.cat([first, second])
+        def half(backend: AttentionBackend, part: ForwardBatch) -> Callable[[], Any]:
+            if part.num_tokens == 0:
+                return partial(self._no_tokens, model)
+            plan = backend.plan(part)
+            own = BatchAttention(backend, plan, attention.kv_pool, part.out_cache_loc)
+            return partial(run_model, model, part, own, layers)
+
+        a, b = halves_of(batch)
+        functions = half(attention.backend, a), half(self.beside, b)
+        found = self.in_turns(*functions, batch.input_ids.device)
         # --8<-- [end:two-halves]
+        parts, captured = zip(*(half for half in found if half is not None))
+        hidden_states = torch.cat(parts)
         if attention.rows is not None:
             hidden_states = hidden_states[attention.rows]
-        return hidden_states, None if layers is None else torch.cat([of_first, of_second])
+        return hidden_states, None if layers is None else torch.cat(captured)
+
+    def _no_tokens(self, model: CausalLM) -> None:
+        assert self.take_part is not None, "only ranks with batches of their own have halves without tokens"
+        self.take_part(model)
 
 
 def halves_of(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
@@ -114,59 +118,3 @@ def _part(
         input_logprob_ids=None,
         rope_positions=None if rotated_by is None else rotated_by[..., tokens],
     )
-
-
-class Turns:
-    """Two functions on two threads, of which one runs at a time: the first one, until it passes the turn on
-    or returns."""
-
-    def __init__(self) -> None:
-        self._may_run = (threading.Semaphore(0), threading.Semaphore(0))
-        self._turn = 0
-        self._has_ended = [False, False]
-        self._errors: list[BaseException] = []
-
-    def run(self, first: Callable[[], T], second: Callable[[], T], device: torch.device) -> list[T]:
-        """Run both to their ends, on the device's current stream, and return what they return. An error of
-        one is raised, and ends the other when it gets the turn."""
-        results: list[Any] = [None, None]
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        is_inference = torch.is_inference_mode_enabled()
-
-        def work(number: int, function: Callable[[], T]) -> None:
-            try:
-                if not self._errors:
-                    results[number] = function()
-            except BaseException as error:
-                self._errors.append(error)
-            self._has_ended[number] = True
-            self._turn = 1 - number
-            self._may_run[1 - number].release()
-
-        def work_beside() -> None:
-            self._may_run[1].acquire()
-            # Both are settings of a thread.
-            with torch.inference_mode(is_inference), torch.cuda.stream(stream):  # None: does nothing
-                work(1, second)
-
-        beside = threading.Thread(target=work_beside, name="second half batch", daemon=True)
-        beside.start()
-        work(0, first)
-        beside.join()
-        if self._errors:
-            raise self._errors[0]
-        return results
-
-    # --8<-- [start:pass-the-turn]
-    def pass_on(self) -> None:
-        """Let the other function run until it passes the turn on or ends."""
-        own, other = self._turn, 1 - self._turn
-        if self._has_ended[other]:
-            return
-        self._turn = other
-        self._may_run[other].release()
-        self._may_run[own].acquire()
-        if self._errors:
-            raise RuntimeError("the other half of the batch failed")
-
-    # --8<-- [end:pass-the-turn]

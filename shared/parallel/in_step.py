@@ -8,12 +8,15 @@ tokens come to the experts is each panel's (`parallel/dp_attention.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from diptych.shared.interfaces import (
+    CausalLM,
     Collectives,
     FusedExperts,
     ModelRunner,
@@ -26,7 +29,16 @@ from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_parallel import ExpertParallel
 from diptych.shared.parallel.grid import stages_of
+from diptych.shared.parallel.turns import Turns
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
+
+Half = Callable[[], Any]
+
+
+def can_be_cut(batch: ForwardBatch) -> bool:
+    """Whether a batch may run as two halves (`diptych.shared.modeling.two_batches`)."""
+    given = batch.embeds, batch.custom_mask, batch.tree_mask, batch.num_kept
+    return all(tensor is None for tensor in given)
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,10 @@ class PassTokens:
     num_tokens: tuple[int, ...]  # of each rank
     is_extend: bool  # whether a rank prefills
     num_nodes: tuple[int, ...] = (1,)  # of the requests of ranks that decode (1) or verify; distinct
+    is_cut: bool = False  # into two halves that take turns
+
+    def half(self, number: int) -> PassTokens:
+        return replace(self, num_tokens=tuple((num + 1 - number) // 2 for num in self.num_tokens))
 
 
 class DispatchInStep(ExpertDispatch):
@@ -49,20 +65,68 @@ class DispatchInStep(ExpertDispatch):
         self.ranks = stages_of(ranks)
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None
+        self.two_batch_tokens: int | None = None
+        """A pass with prompts is cut if a rank has so many tokens and every rank's batch can be cut."""
 
-    def begin(self, num_tokens: int, is_extend: bool, device: torch.device, num_nodes: int = 1) -> PassTokens:
+    def begin(
+        self,
+        num_tokens: int,
+        is_extend: bool,
+        device: torch.device,
+        num_nodes: int = 1,
+        can_be_cut: bool = False,
+    ) -> PassTokens:
         """Begin a forward pass of all ranks on the device; 0 tokens: this rank has no batch. `num_nodes`: of
         each request, if the rank does not prefill. The numbers are gathered on the CPU, so that no rank waits
         for its device."""
         if self.experts is not None:
             self.experts.before_pass()
         # --8<-- [start:begin-a-pass]
-        own = torch.tensor([[num_tokens, is_extend, num_nodes]])
-        nums, extends, nodes = zip(*self.ranks.all_gather(own).tolist())
+        own = torch.tensor([[num_tokens, is_extend, num_nodes, can_be_cut]])
+        nums, extends, nodes, cuts = zip(*self.ranks.all_gather(own).tolist())
         kinds = {n for num, extend, n in zip(nums, extends, nodes) if num > 0 and not extend}
-        self.tokens = PassTokens(nums, any(extends), tuple(sorted(kinds)))
+        is_cut = self.two_batch_tokens is not None and max(nums) >= self.two_batch_tokens
+        is_cut = is_cut and any(extends) and all(cuts)
+        self.tokens = PassTokens(nums, any(extends), tuple(sorted(kinds)), is_cut)
         # --8<-- [end:begin-a-pass]
         return self.tokens
+
+    # --8<-- [start:halves-in-step]
+    def in_turns(self, first: Half, second: Half, device: torch.device) -> list[Any]:
+        """Run the halves of a pass that is cut; the one that runs finds its tokens."""
+        whole, turns = self.tokens, Turns()
+        assert whole is not None
+
+        def pass_on() -> None:
+            own = self.tokens
+            turns.pass_on()
+            self.tokens = own
+
+        def half(number: int, function: Half) -> Any:
+            self.tokens = whole.half(number)
+            return function()
+
+        self.ranks.meanwhile = pass_on
+        try:
+            return turns.run(partial(half, 0, first), partial(half, 1, second), device)
+        finally:
+            self.ranks.meanwhile, self.tokens = None, whole
+
+    # --8<-- [end:halves-in-step]
+
+    @property
+    def is_cut(self) -> bool:
+        return self.tokens is not None and self.tokens.is_cut
+
+    def take_part(self, model: CausalLM) -> None:
+        """Run the experts of this rank in a forward pass in which it has no tokens."""
+        like = next(model.parameters())
+        assert model.config.moe is not None
+        no_tokens = like.new_empty(0, model.config.hidden_size)
+        weights = like.new_empty(0, model.config.moe.num_experts_per_tok, dtype=torch.float32)
+        for module in model.modules():
+            if isinstance(module, MoE):
+                self.run(no_tokens, TopKOutput(weights, weights.int()), module.experts)
 
     def without_padding(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """The ids of this rank's tokens; -1 in rows that only pad the pass."""
@@ -112,7 +176,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
             device, is_extend = batch.input_ids.device, batch.forward_mode.is_prefill
             num_tokens = len(batch.input_ids)
             num_nodes = num_tokens // max(batch.batch_size, 1)
-            tokens = dispatch.begin(num_tokens, is_extend, device, num_nodes)
+            tokens = dispatch.begin(num_tokens, is_extend, device, num_nodes, can_be_cut(batch))
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
                 self._take_part(batch)
             result = function(batch, *args)
@@ -121,12 +185,11 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
 
         def _take_part(self, batch: ForwardBatch) -> None:
             """Run the experts of an IDLE rank in a forward pass."""
-            config, like = self.model.config, next(self.model.parameters())
-            no_tokens = like.new_empty(0, config.hidden_size)
-            weights = like.new_empty(0, config.moe.num_experts_per_tok, dtype=torch.float32)
-            for module in self.model.modules():
-                if isinstance(module, MoE):
-                    dispatch.run(no_tokens, TopKOutput(weights, weights.int()), module.experts)
+            take_part = partial(dispatch.take_part, self.model)
+            if dispatch.is_cut:
+                dispatch.in_turns(take_part, take_part, batch.input_ids.device)
+            else:
+                take_part()
 
         @property
         def is_in_step(self) -> bool:

@@ -122,6 +122,7 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "parts of experts": {},
     "whole experts": {"ep": 2},
     "no graphs": {"ep": 2, "disable_cuda_graph": True},
+    "two halves": {"ep": 2, "two_batch_tokens": 16},
     "NCCL": {"use": {"collectives": "nccl"}},
     "not overlapped": {"ep": 2, "disable_overlap_schedule": True},
     "mixed chunks": {"ep": 2, "chunked_prefill_size": 16, "enable_mixed_chunk": True},

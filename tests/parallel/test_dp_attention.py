@@ -212,7 +212,7 @@ def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
     controller = in_threads(config.updated(dp=2, dp_attention=True), 2)
     run_all(controller, requests()[:2])
     entries = list(controller.dp.log.entries)
-    gathers = [entry for entry in entries if (entry.dtype, entry.shape) == ("int64", (1, 3))]
+    gathers = [entry for entry in entries if (entry.dtype, entry.shape) == ("int64", (1, 4))]
     assert len(gathers) == controller.scheduler.runner.num_passes  # type: ignore[attr-defined]
     num_others = len(entries) - len(gathers) - 2  # two are of the start
     assert num_others == 2 * 4 * len(gathers)  # two layers: tokens, weights, ids, and the sum

@@ -57,10 +57,15 @@ class Seen:
         begin = DispatchInStep.begin
 
         def watched(
-            dispatch: DispatchInStep, num_tokens: int, is_extend: bool, device: Any, num_nodes: int
+            dispatch: DispatchInStep,
+            num_tokens: int,
+            is_extend: bool,
+            device: Any,
+            num_nodes: int,
+            *cut: bool,
         ) -> PassTokens:
             self.of_ranks[dispatch.all_ranks.rank].append((num_tokens, is_extend, num_nodes))
-            return begin(dispatch, num_tokens, is_extend, device, num_nodes)
+            return begin(dispatch, num_tokens, is_extend, device, num_nodes, *cut)
 
         monkeypatch.setattr(DispatchInStep, "begin", watched)
 
@@ -154,17 +159,21 @@ OPTIMIZED = "diptych.optimized.parallel.dp_attention.PassDispatch"
 REFERENCE = "diptych.reference.parallel.dp_attention.PassDispatch"
 
 
-def _by_own_nodes(self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int) -> PassTokens:
+def _by_own_nodes(
+    self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int, *cut: bool
+) -> PassTokens:
     """A rank chooses the size from what its own requests have."""
-    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes)
+    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes, *cut)
     if not tokens.is_extend and num_tokens > 0:
         self.num_rows = self._smallest_of_all(PassTokens(tokens.num_tokens, False, (num_nodes,)))
     return tokens
 
 
-def _idle_decodes(self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int) -> PassTokens:
+def _idle_decodes(
+    self: Any, num_tokens: int, is_extend: bool, device: Any, num_nodes: int, *cut: bool
+) -> PassTokens:
     """An IDLE rank always takes part in the smallest decode step."""
-    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes)
+    tokens = BEGIN(self, num_tokens, is_extend, device, num_nodes, *cut)
     if self.is_padded and num_tokens == 0:
         self.num_rows = 1
     return tokens

@@ -16,10 +16,12 @@ from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.ranks import collectives_of
 from diptych.shared.interfaces import Collectives as Interface
 from diptych.shared.modeling import two_batches
-from diptych.shared.modeling.two_batches import Turns, TwoBatches, halves_of
+from diptych.shared.modeling.two_batches import halves_of
+from diptych.shared.parallel.in_step import DispatchInStep, PassTokens
+from diptych.shared.parallel.turns import Turns, in_turns
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import ForwardBatch, ForwardMode, Req
-from tests.parallel.tiny_ranks import answers, make_config
+from tests.parallel.tiny_ranks import answers, make_config, of_replicas
 from tests.planted import Bug, Bugs
 
 CPU = torch.device("cpu")
@@ -59,6 +61,30 @@ def test_the_answers_are_those_of_whole_batches(
     ranks, nums = of_ranks(config, in_turn=config.panel == "optimized")
     assert [[req.output_ids for req in rank] for rank in ranks] == [[req.output_ids for req in alone]] * 2
     assert nums[0] == nums[1] >= len(alone)
+
+
+IN_STEP: list[Any] = [
+    {"two_batch_tokens": 9},  # some passes are not cut
+    MIXED | {"ep": 2},
+    {"tp": 2},
+    {"speculative": "ngram", "ep": 2},
+    pytest.param({"panel": "optimized", "ep": 2}, marks=pytest.mark.full),
+    pytest.param({"panel": "optimized", "tp": 2} | MIXED, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("flags", IN_STEP)
+def test_replicas_that_share_experts(folders: dict[str, str], flags: dict[str, Any]) -> None:
+    """The passes of all ranks are cut, also of a rank with one token or none."""
+    folder, given = folders["qwen3-moe"], {"two_batch_tokens": 2} | flags
+    ep = given.pop("ep", 1)
+    of_one = {name: value for name, value in given.items() if name not in ("tp", "two_batch_tokens")}
+    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(folder, **of_one)))}
+    config = make_config(folder, dp=2, dp_attention=True, **given)
+    reqs, replicas = of_replicas(config, 2, ep=ep, in_turn=config.panel == "optimized")
+    assert all(req.output_ids == expected[req.rid] for req in reqs)
+    assert {req.rid for req in reqs} == set(expected)
+    assert all(replica.runner.run_model.num_passes >= 2 for replica in replicas)
 
 
 def batch_of(prefixes: list[int], lens: list[int]) -> ForwardBatch:
@@ -162,19 +188,12 @@ def test_an_error_of_one_half_ends_both(failing: int, passes: int) -> None:
     assert "second half batch" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_what_is_cut() -> None:
-    run = TwoBatches.__new__(TwoBatches)
-    run.min_tokens = 6
-    assert run.takes(batch_of([0, 3], [5, 1]))
-    assert not run.takes(batch_of([0, 3], [4, 1]))
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"tp": 1}, "two_batch_tokens=8 does not work with tp=1"),
         ({"tp": 2, "pp": 2}, "two_batch_tokens=8 does not work with pp=2"),
-        ({"tp": 2, "dp": 2, "dp_attention": True}, "two_batch_tokens=8 does not work with dp_attention=True"),
+        ({"tp": 1, "dp": 2}, "two_batch_tokens=8 does not work with tp=1"),
         ({"tp": 2, "two_batch_tokens": 1}, "two_batch_tokens must be an integer >= 2"),
     ],
 )
@@ -211,3 +230,31 @@ def test_a_planted_bug_changes_the_answers(
     bug.plant_in(monkeypatch)
     ranks, _ = of_ranks(config.updated(tp=2, two_batch_tokens=2))
     return [[req.output_ids for req in rank] for rank in ranks] != [alone] * 2
+
+
+def _halves_of_even_numbers(self: PassTokens, number: int) -> PassTokens:
+    """Both halves of an odd number of tokens are rounded down."""
+    return replace(self, num_tokens=tuple(num // 2 for num in self.num_tokens))
+
+
+def _the_tokens_of_the_other(self: DispatchInStep, *args: Any) -> Any:
+    """A half that gets the turn finds the numbers of the other half."""
+    self.tokens = self.tokens and self.tokens.half(0)
+    return in_turns(self.ranks, *args)
+
+
+IN_STEP_BUGS = Bugs("two batches in step", finder="the answers, or an error")
+for _name, _plant in (
+    ("PassTokens.half", _halves_of_even_numbers),
+    ("DispatchInStep.in_turns", _the_tokens_of_the_other),
+):
+    IN_STEP_BUGS.add_all(_plant, where=f"{PassTokens.__module__}.{_name}")
+
+
+@IN_STEP_BUGS.found_by(AssertionError, RuntimeError)
+def test_a_planted_bug_in_step_is_found(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    bug.plant_in(monkeypatch)
+    test_replicas_that_share_experts(folders, MIXED | {"ep": 2})
+    return False

@@ -40,7 +40,7 @@ FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ),
     ("changed_parts:Deterministic", lambda plan: plan.config.deterministic),
     ("together:Ranks", lambda plan: plan.config.tp > 1 or plan.config.pp > 1),
-    ("together:TwoHalves", lambda plan: plan.config.two_batch_tokens is not None),
+    ("together:TwoHalves", lambda plan: plan.config.two_batch_tokens and not plan.config.dp_attention),
     ("together:Pipeline", lambda plan: plan.config.pp > 1),
     ("together:SharedExperts", lambda plan: plan.config.dp_attention),
     ("together:ExpertParallel", lambda plan: plan.config.ep > 1 and not plan.config.dp_attention),

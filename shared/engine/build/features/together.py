@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from diptych.shared import registry
@@ -15,6 +15,9 @@ from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.modeling.two_batches import TwoBatches
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.grid import stages_of
+from diptych.shared.parallel.in_step import can_be_cut
+from diptych.shared.parallel.turns import in_turns
+from diptych.shared.types import ForwardBatch
 
 
 class Ranks(Feature):
@@ -46,7 +49,12 @@ class TwoHalves(Feature):
     def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel:
         assert self.plan.tp is not None
         assert self.plan.config.two_batch_tokens is not None
-        return TwoBatches(self.plan.tp, attention(), self.plan.config.two_batch_tokens)
+        least = self.plan.config.two_batch_tokens
+
+        def takes(batch: ForwardBatch) -> bool:
+            return batch.forward_mode.is_prefill and can_be_cut(batch) and batch.num_tokens >= least
+
+        return TwoBatches(attention(), takes, partial(in_turns, self.plan.tp))
 
 
 class Pipeline(Feature):
@@ -85,6 +93,13 @@ class SharedExperts(Feature):
             if isinstance(module, MoE):
                 module.expert_parallel = self.dispatch
         return {}
+
+    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel | None:
+        dispatch = self.dispatch
+        dispatch.two_batch_tokens = self.plan.config.two_batch_tokens
+        if dispatch.two_batch_tokens is None:
+            return None
+        return TwoBatches(attention(), lambda batch: dispatch.is_cut, dispatch.in_turns, dispatch.take_part)
 
 
 class ExpertParallel(Feature):
