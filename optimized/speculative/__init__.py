@@ -13,6 +13,7 @@ DRAFTERS = {
     "eagle": "diptych.optimized.speculative.eagle:EagleDrafter",
     "eagle3": "diptych.optimized.speculative.eagle:EagleDrafter",
     "nextn": "diptych.optimized.speculative.eagle:EagleDrafter",
+    "dflash": "diptych.optimized.speculative.dflash:DFlashDrafter",
     "ngram": "diptych.optimized.speculative.ngram_lookup:NgramLookupDrafter",
     "standalone": "diptych.optimized.speculative.standalone:StandaloneDrafter",
 }

@@ -9,6 +9,7 @@ from diptych.shared.interfaces import Drafter
 DRAFTERS = {
     "eagle": "diptych.reference.speculative.eagle:EagleDrafter",
     "eagle3": "diptych.reference.speculative.eagle:EagleDrafter",
+    "dflash": "diptych.reference.speculative.dflash:DFlashDrafter",
     "nextn": "diptych.reference.speculative.eagle:EagleDrafter",
     "standalone": "diptych.reference.speculative.standalone:StandaloneDrafter",
     "ngram": "diptych.reference.speculative.ngram:NgramDrafter",

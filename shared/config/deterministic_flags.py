@@ -39,6 +39,11 @@ def check_deterministic(flags: EngineFlags) -> None:
             f"deterministic=True does not work with speculative_topk={draft_shape(flags).top_k}: in a tree "
             "keys are not in the order of positions; set speculative_topk=1"
         )
+    if flags.speculative == "dflash":
+        raise ValueError(
+            "deterministic=True does not work with speculative=dflash: its attention has a mask, and the "
+            "mode's has none"
+        )
 
 
 def check_deterministic_model(flags: EngineFlags, model_config: ModelConfig) -> None:

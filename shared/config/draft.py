@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from diptych.shared.config.model import ModelConfig
 
-DraftFormat = Literal["eagle", "eagle3", "nextn"]
+DraftFormat = Literal["eagle", "eagle3", "nextn", "dflash"]
 FusionNorm = Literal["none", "joint", "per layer"]
 
 
@@ -23,6 +23,15 @@ class Eagle3Norms:
     """Drafting continues from hidden states after the final norm, not before it."""
 
 
+class DraftBlock(NamedTuple):
+    """The block that a DFlash head fills in."""
+
+    block_len: int
+    """Tokens of a block in training, the newest token included."""
+    mask_id: int
+    """The id, of the target's vocabulary, that stands for a token to guess."""
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """`model` describes the draft model's own layers; its vocab_size is that of the draft vocabulary, its
@@ -35,15 +44,19 @@ class DraftConfig:
     """Layers of the target whose input streams the draft model takes, concatenated; the number of layers
     means the stream after the last layer. (): the target's hidden states after the final norm."""
     norms: Eagle3Norms = Eagle3Norms()
+    block: DraftBlock | None = None
+    """Of DFlash heads."""
 
     def __post_init__(self) -> None:
-        # Only fc can lead from one width to another.
-        if self.model.hidden_size != self.target.hidden_size and not self.target_layers:
+        # Only fc can lead from one width to another, and DFlash heads share the target's embedding.
+        if self.model.hidden_size != self.target.hidden_size and not (
+            self.target_layers and self.block is None
+        ):
             raise ValueError(
                 f"the draft model's hidden_size is {self.model.hidden_size}, the target's "
                 f"{self.target.hidden_size}: this draft model was made for another target"
             )
-        if self.target_layers and self.target_hidden_size == self.model.hidden_size:
+        if self.block is None and self.target_layers and self.target_hidden_size == self.model.hidden_size:
             raise ValueError(
                 f"the target's {len(self.target_layers)} hidden states side by side are as wide as one of "
                 f"the draft model, {self.model.hidden_size}: they are distinguished by their width"

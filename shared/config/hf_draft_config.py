@@ -1,6 +1,6 @@
-"""Reads the config.json of a draft model: EAGLE, EAGLE-3 and NEXTN heads as they are published.
+"""Reads the config.json of a draft model: EAGLE, EAGLE-3, NEXTN and DFlash heads as they are published.
 
-Such a file is the one of a plain model with one layer, and a few keys more. Often it leaves keys out, and
+Such a file is the one of a plain model with few layers, and a few keys more. Often it leaves keys out, and
 often "architectures" names the plain family: then the caller has to say which format it is.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from diptych.shared.config import hf_dflash
 from diptych.shared.config.draft import DraftConfig, DraftFormat, Eagle3Norms
 from diptych.shared.config.families import FAMILIES
 from diptych.shared.config.fields import Fields, only_name
@@ -24,6 +25,7 @@ SUFFIXES: dict[str, DraftFormat] = {
     "ForCausalLMEagle": "eagle",
     "ForCausalLMEagle3": "eagle3",
     "ForCausalLMNextN": "nextn",
+    "ForCausalLMDFlash": "dflash",
 }
 # The same names with the format in front, as other engines write them.
 PREFIXES: dict[str, DraftFormat] = {"Eagle": "eagle", "Eagle3": "eagle3"}
@@ -49,7 +51,7 @@ def parse_draft_config(
     plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
     if isinstance(hf_config, Mapping) and only_name(hf_config.get("architectures")) in TEXT_MODELS:
         hf_config, where = text_part(hf_config, where)  # a layer for drafting beside its target
-    fields = Fields(plain_layout(hf_config, where), where)
+    fields = Fields(hf_dflash.with_family(plain_layout(hf_config, where), where), where)
     family, found = _family_and_format(fields)
     if draft_format is None:
         if found is None:
@@ -64,11 +66,14 @@ def parse_draft_config(
             f"{found}, not {draft_format}"
         )
     model = _own_layers(fields, family, draft_format, target)
-    is_eagle3 = draft_format == "eagle3"
-    layers = target_layers(fields, target) if is_eagle3 else ()
-    norms = eagle3_norms(fields) if is_eagle3 else Eagle3Norms()
+    layers: tuple[int, ...] = ()
+    norms, block = Eagle3Norms(), None
+    if draft_format == "eagle3":
+        layers, norms = target_layers(fields, target), eagle3_norms(fields)
+    elif draft_format == "dflash":
+        layers, block = hf_dflash.dflash_layers(fields, target), hf_dflash.dflash_block(fields, target)
     try:
-        return DraftConfig(draft_format, model, target, layers, norms)
+        return DraftConfig(draft_format, model, target, layers, norms, block)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -92,7 +97,7 @@ def _family_and_format(fields: Fields) -> tuple[str, DraftFormat | None]:
 
 def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: ModelConfig) -> ModelConfig:
     values = {key: value for key, value in fields.values.items() if value is not None}
-    if draft_format != "eagle":
+    if draft_format not in ("eagle", "dflash"):
         # Formats of exactly one layer: a NEXTN layer's file may be its target's, with all of its layers.
         values = {key: value for key, value in values.items() if key != "layer_types"}
         values["num_hidden_layers"] = 1
@@ -104,9 +109,12 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
     model = parse_config(_completed(values, family, target), fields.where)
     if model.quantization is not None and model.quantization.storage == "mxfp4":
         raise ValueError(f"{fields.where}: MXFP4 draft models are not supported; supported are other formats")
-    if draft_format == "eagle3" and model.moe is not None:
-        raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
+    if draft_format in ("eagle3", "dflash") and model.moe is not None:
+        what = "an EAGLE-3 layer" if draft_format == "eagle3" else "a DFlash layer"
+        raise ValueError(f"{fields.where}: {what} of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size
+    if draft_format == "dflash":
+        hf_dflash.refuse_unsupported(fields, model, target)
     if draft_format == "eagle3":
         refuse_unsupported(fields, target)
         vocab_size = fields.integer("draft_vocab_size", default=vocab_size)

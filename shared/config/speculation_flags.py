@@ -12,9 +12,10 @@ DEFAULT_SHAPES: dict[str, DraftShape] = {
     "nextn": DraftShape(3, 1, 4),
     "standalone": DraftShape(3, 1, 4),
     "ngram": DraftShape(8, 4, 12),
+    "dflash": DraftShape(15, 1, 16),  # the engine takes the block of the draft model
 }
 
-NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone")
+NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone", "dflash")
 
 
 def draft_shape(config: EngineFlags) -> DraftShape:
@@ -61,7 +62,7 @@ def check_speculation(config: EngineFlags) -> None:
     if config.speculative is None:
         if given:
             raise ValueError(
-                f"speculative_{given[0]} needs speculative=eagle, eagle3, nextn, standalone or ngram"
+                f"speculative_{given[0]} needs speculative=eagle, eagle3, nextn, dflash, standalone or ngram"
             )
         return
     if config.enable_mixed_chunk:
@@ -77,6 +78,10 @@ def check_speculation(config: EngineFlags) -> None:
     if config.speculative == "ngram" and config.speculative_draft_model is not None:
         raise ValueError("speculative=ngram drafts without a model: drop speculative_draft_model")
     shape = draft_shape(config)
+    if config.speculative == "dflash" and shape.top_k > 1:
+        raise ValueError(
+            f"speculative_topk={shape.top_k}: speculative=dflash drafts chains only; set speculative_topk=1"
+        )
     what = f"speculative_num_draft_tokens={shape.num_draft_tokens}"
     if shape.num_draft_tokens < 2:
         raise ValueError(f"{what}: one node is the request's newest token, so there must be at least 2")

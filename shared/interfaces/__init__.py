@@ -5,7 +5,12 @@ from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.detokenizer import Detokenizer
 from diptych.shared.interfaces.dialect import Dialect
 from diptych.shared.interfaces.disk_tier import DiskTier, PageMemory
-from diptych.shared.interfaces.draft_model import DraftModel, DraftOutput
+from diptych.shared.interfaces.draft_model import (
+    BlockDraftModel,
+    DraftModel,
+    DraftOutput,
+    StepDraftModel,
+)
 from diptych.shared.interfaces.draft_tree import DraftTreeOps
 from diptych.shared.interfaces.drafter import Drafter, DrafterParts
 from diptych.shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
@@ -71,6 +76,7 @@ __all__ = [
     "AttentionBackend",
     "BatchAttention",
     "BatchLinearAttention",
+    "BlockDraftModel",
     "CacheNode",
     "CacheWatcher",
     "CausalLM",
@@ -126,6 +132,7 @@ __all__ = [
     "SchedulerStats",
     "SiluAndMul",
     "StatePool",
+    "StepDraftModel",
     "TokenToKVPool",
     "TokenToKVPoolAllocator",
     "TopK",

@@ -1,4 +1,5 @@
-"""Contract of a draft model: the small network that guesses what the target would say next."""
+"""Contract of draft models: the small networks that guess what the target would say next. A `StepDraftModel`
+guesses one token in a pass, a `BlockDraftModel` all tokens of a block."""
 
 from __future__ import annotations
 
@@ -26,9 +27,8 @@ class DraftOutput(NamedTuple):
 
 
 class DraftModel(nn.Module, ABC):
-    """Reads a token together with the target's hidden state at the token before it, and guesses the token
-    after it. Built on any device (also "meta"); usable once `load_weights` and `share` have returned, in this
-    order. Holds weights, no per-request state.
+    """What both kinds have in common. Built on any device (also "meta"); usable once `load_weights` and
+    `share` have returned, in this order. Holds weights, no per-request state.
 
     Attributes: `config.model` describes its own layers: it has `num_hidden_layers` of them, with a KV pool of
     their own. `config.target_layers` are the layers of the target whose input streams it reads, side by side;
@@ -57,6 +57,19 @@ class DraftModel(nn.Module, ABC):
         of its own: else `ValueError`."""
 
     @abstractmethod
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, config.model.vocab_size] float32, over the draft vocabulary."""
+
+    @abstractmethod
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the draft vocabulary, int64 of any shape -> those of the target's."""
+
+
+class StepDraftModel(DraftModel):
+    """Reads a token together with the target's hidden state at the token before it, and guesses the token
+    after it."""
+
+    @abstractmethod
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -70,10 +83,25 @@ class DraftModel(nn.Module, ABC):
         width, and mean the same if it is equal. Row j of a prompt thus holds token j + 1 and the target's
         hidden state j, at position j. Writes every layer's K and V to attention.out_cache_loc."""
 
-    @abstractmethod
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, config.model.vocab_size] float32, over the draft vocabulary."""
+
+class BlockDraftModel(DraftModel):
+    """Reads the target's hidden states, and guesses all tokens of a block of the text after them in one pass.
+
+    `config.block` says how long a block is in training, and which id stands for a token to guess."""
 
     @abstractmethod
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Ids of the draft vocabulary, int64 of any shape -> those of the target's."""
+    def store_features(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> None:
+        """hidden_states [n, config.target_hidden_size] of the target at `positions` [n] int64. Writes every
+        layer's K and V of them to attention.out_cache_loc; attends to nothing: attention.plan may be None."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        """Blocks: of each request its newest token, then mask ids, at the positions behind those of its
+        stored features. input_ids [n] int64 of the target's vocabulary, positions [n] int64 -> hidden states
+        [n, hidden_size] for `compute_logits`: at a mask, of the token that is at this position. Writes every
+        layer's K and V to attention.out_cache_loc. attention.plan lets a token attend to all stored features
+        of its request and to the whole block, also to what is behind the token."""

@@ -31,6 +31,7 @@ _MARKS: dict[DraftFormat, tuple[str, str]] = {
     "eagle": ("fc", "an EAGLE head"),
     "eagle3": ("hidden_norm", "an EAGLE-3 head"),
     "nextn": ("eh_proj", "a NEXTN layer"),
+    "dflash": ("hidden_norm", "a DFlash head"),
 }
 
 _MTP = {
@@ -144,6 +145,9 @@ def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         elif config.norms.fusion == "per layer":
             for i in range(len(config.target_layers)):
                 shapes[f"fc_norm.{i}.weight"] = (config.target.hidden_size,)
+    elif config.draft_format == "dflash":
+        shapes["fc.weight"] = (hidden_size, target_hidden_size)
+        shapes["hidden_norm.weight"] = shapes["norm.weight"] = (hidden_size,)
     else:
         shapes["layers.0.eh_proj.weight"] = (hidden_size, hidden_size + target_hidden_size)
         for name in ("enorm", "hnorm", "shared_head.norm"):

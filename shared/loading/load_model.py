@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from diptych.shared import registry
 from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig, read_draft_config
-from diptych.shared.config.speculation_flags import check_windows
+from diptych.shared.config.speculation_flags import check_windows, draft_shape
 from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from diptych.shared.loading.draft_weights import (
     draft_shapes,
@@ -205,7 +205,7 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     """The draft model of `config`, with the target's embedding and head where it has none of its own. Raises
     `ValueError` for one that is missing or does not fit the target."""
     assert config.speculative_draft_model is not None
-    assert config.speculative in ("eagle", "eagle3", "nextn")
+    assert config.speculative in ("eagle", "eagle3", "nextn", "dflash")
     folder = resolve_model_path(config.speculative_draft_model, config.load_format)
     if config.load_format != "dummy":
         refuse_language_model(folder, config.speculative, config.speculative_draft_model)
@@ -223,6 +223,28 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     model.share(parts.model)
     check_windows(config, draft_config.model)
     return draft_config, model.eval()
+
+
+def with_draft_block(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """`config`, with drafts as long as the block of its DFlash head where no flag says how long. Raises
+    `ValueError` for longer ones."""
+    if config.speculative != "dflash":
+        return config
+    assert config.speculative_draft_model is not None
+    folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+    if config.load_format != "dummy":
+        refuse_language_model(folder, config.speculative, config.speculative_draft_model)
+    block = read_draft_config(folder, model_config, config.speculative).block
+    assert block is not None
+    if config.speculative_num_steps is None and config.speculative_num_draft_tokens is None:
+        return config.updated(speculative_num_steps=block.block_len - 1)
+    shape = draft_shape(config)
+    if shape.num_draft_tokens > block.block_len:
+        raise ValueError(
+            f"speculative_num_steps={shape.num_steps}: {config.speculative_draft_model} fills in blocks of "
+            f"{block.block_len} tokens, the newest one included; set at most {block.block_len - 1}"
+        )
+    return config
 
 
 def check_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -15,7 +16,15 @@ from diptych.shared.loading.load_model import load_draft_model, load_model
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
 from diptych.shared.speculation.draft_model_base import check_draft_model_fits, padding_token_ids
-from diptych.shared.types import DraftShape, ForwardBatch, Req, TopTokens
+from diptych.shared.types import (
+    DraftBatch,
+    DraftShape,
+    DraftTree,
+    ForwardBatch,
+    ForwardMode,
+    Req,
+    TopTokens,
+)
 
 
 class BaseDrafter(Drafter):
@@ -35,21 +44,34 @@ class BaseDrafter(Drafter):
         self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
 
 
-class BaseEagleDrafter(BaseDrafter):
+class BaseHeadDrafter(BaseDrafter):
+    """Drafts with a model that reads the target's hidden states."""
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        super().__init__(config, parts)
+        self.draft_config, model = load_draft_model(config, parts)
+        self.model: Any = model
+        self.hidden_layers = self.draft_config.target_layers
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+        self.is_no_token = padding_token_ids(config, parts, self.draft_config, model)
+
+    @torch.inference_mode()
+    def _top_tokens(self, hidden_states: torch.Tensor, k: int) -> TopTokens:
+        logits = self.model.compute_logits(hidden_states)
+        if self.is_no_token is not None:
+            logits = logits.masked_fill(self.is_no_token, -torch.inf)
+        top: TopTokens = self.draft_tree.top_tokens(logits, k)
+        return TopTokens(top.probs, self.model.to_target_ids(top.token_ids))
+
+
+class BaseEagleDrafter(BaseHeadDrafter):
     """Drafts with a model whose input is a token and the target's hidden state of the previous token. So slot
     j of its pool holds token j + 1 and hidden state j, at position j. When the target has KV for n tokens,
     the draft model has KV for n tokens too and has processed the newest token. KV of drafts, computed from
     its own hidden states, follows. `extend` recomputes the accepted part from the target's hidden states."""
 
     is_bigram = True
-
-    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
-        super().__init__(config, parts)
-        self.draft_config, self.model = load_draft_model(config, parts)
-        self.hidden_layers = self.draft_config.target_layers
-        self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
-        self.draft_tree = parts.component("draft_tree")()
-        self.is_no_token = padding_token_ids(config, parts, self.draft_config, self.model)
 
     def num_slots(self, shape: DraftShape) -> int:
         return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
@@ -83,13 +105,63 @@ class BaseEagleDrafter(BaseDrafter):
         output: DraftOutput = self.model(input_ids, forward_batch.positions, hidden_states, attention)
         return output
 
+
+class BaseDFlashDrafter(BaseHeadDrafter):
+    """Drafts with a model that fills in a block behind the target's hidden states. Slot j of its pool holds
+    K and V of the target's hidden state j, at position j. When the target has KV for n tokens, the draft
+    model has KV for n tokens too. A draft writes KV of the newest token, at position n, and of masks behind
+    it. `extend` overwrites it with KV of what the target computed."""
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return shape.num_draft_tokens
+
     @torch.inference_mode()
-    def _top_tokens(self, hidden_states: torch.Tensor, k: int) -> TopTokens:
-        logits = self.model.compute_logits(hidden_states)
-        if self.is_no_token is not None:
-            logits = logits.masked_fill(self.is_no_token, -torch.inf)
-        top: TopTokens = self.draft_tree.top_tokens(logits, k)
-        return TopTokens(top.probs, self.model.to_target_ids(top.token_ids))
+    def _store(self, forward_batch: ForwardBatch, hidden_states: torch.Tensor) -> None:
+        attention = BatchAttention(self.attention, None, self.kv_pool, forward_batch.out_cache_loc)
+        self.model.store_features(hidden_states, forward_batch.positions, attention)
+
+    # --8<-- [start:block-of-masks]
+    def block_batch(self, batch: DraftBatch, shape: DraftShape) -> ForwardBatch:
+        """Each request's newest token and masks behind it, without causality."""
+        bs, n = len(batch.root_ids), shape.num_draft_tokens
+        device = batch.root_ids.device
+        assert self.draft_config.block is not None
+        input_ids = torch.full((bs, n), self.draft_config.block.mask_id, device=device)
+        input_ids[:, 0] = batch.root_ids
+        positions = batch.seq_lens[:, None] + torch.arange(n, device=device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            input_ids=input_ids.flatten(),
+            positions=positions.clamp(max=self.context_len - 1).flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens + n,
+            out_cache_loc=batch.slots[:, :n].flatten(),
+            extend_seq_lens=torch.full_like(batch.seq_lens, n),
+            extend_start_loc=torch.arange(bs, device=device) * n,
+            seq_lens_cpu=tuple(seq_len + n for seq_len in batch.seq_lens_cpu),
+            extend_seq_lens_cpu=(n,) * bs,
+            tree_mask=torch.ones(bs, n, n, dtype=torch.bool, device=device),
+        )
+
+    # --8<-- [end:block-of-masks]
+
+    # --8<-- [start:draft-a-block]
+    @torch.inference_mode()
+    def _draft_block(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """A chain, from one pass of the draft model."""
+        bs, n = len(batch.root_ids), shape.num_draft_tokens
+        forward_batch = self.block_batch(batch, shape)
+        plan = self.attention.plan(forward_batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc)
+        hidden_states = self.model(forward_batch.input_ids, forward_batch.positions, attention)
+        at_masks = hidden_states.view(bs, n, -1)[:, 1:].flatten(0, 1)
+        drafts = self._top_tokens(at_masks, 1).token_ids.view(bs, n - 1)
+        token_ids = torch.cat((batch.root_ids[:, None], drafts), dim=1)
+        parents = torch.arange(-1, n - 1, device=token_ids.device).expand(bs, n).contiguous()
+        tree: DraftTree = self.draft_tree.from_parents(token_ids, parents, forward_batch.extend_seq_lens)
+        return tree
+
+    # --8<-- [end:draft-a-block]
 
 
 class BaseStandaloneDrafter(BaseDrafter):

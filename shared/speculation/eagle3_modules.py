@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diptych.shared.config import DraftConfig, ModelConfig
-from diptych.shared.interfaces import MoE
+from diptych.shared.interfaces import MoE, StepDraftModel
 from diptych.shared.interfaces.layers import Layers
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
@@ -32,7 +32,7 @@ class Eagle3LayerModules(nn.Module):
         )
 
 
-class Eagle3Modules(BaseDraftModel):
+class Eagle3Modules(BaseDraftModel, StepDraftModel):
     layer_class: type[Eagle3LayerModules]
     linear_class: type[nn.Module]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diptych.optimized.graphs.cuda_graph import graphs_of_drafter
+from diptych.optimized.speculative.dflash import DFlashDrafter
 from diptych.optimized.speculative.draft_beams import BeamSteps
 from diptych.optimized.speculative.eagle import EagleDrafter
 from diptych.optimized.speculative.standalone import StandaloneDrafter
@@ -49,6 +50,10 @@ class FakeGraphsStandalone(OnGpu, StandaloneDrafter):  # type: ignore[misc]
     pass
 
 
+class FakeGraphsDFlash(OnGpu, DFlashDrafter):  # type: ignore[misc]
+    pass
+
+
 def engine(drafter: type[Drafter], runner: type | None = None, **flags: Any) -> Assembly:
     config = EngineConfig(
         model="tiny-dense",
@@ -81,6 +86,14 @@ def test_a_language_model_drafts_in_graphs(shape: DraftShape) -> None:
 def test_answers_are_those_without_drafts(shape: DraftShape) -> None:
     setting = Setting("", algorithm="eagle3", shape=shape)
     assembly = engine(FakeGraphsDrafter, **setting.flags())
+    expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
+    assert clauses.answers(assembly, setting.max_new_tokens) == expected
+    assert assembly.parts.drafter.graphs[0].num_replays > 10
+
+
+def test_blocks_are_drafted_in_graphs() -> None:
+    setting = Setting("", algorithm="dflash", shape=DraftShape(7, 1, 8))
+    assembly = engine(FakeGraphsDFlash, **setting.flags())
     expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
     assert clauses.answers(assembly, setting.max_new_tokens) == expected
     assert assembly.parts.drafter.graphs[0].num_replays > 10

@@ -1,6 +1,6 @@
 """The draft models that read a target's hidden states, by format.
 
-Differs from reference: EAGLE-3, the format of most public heads, has fused layers. Assumes that
+Differs from reference: EAGLE-3, the format of most public heads, and DFlash have fused layers. Assumes that
 the others, which are taken from the reference, are rare. Loses nothing: a name is looked up once.
 """
 
@@ -12,7 +12,10 @@ from diptych.shared import registry
 from diptych.shared.config.draft import DraftFormat
 from diptych.shared.interfaces.draft_model import DraftModel
 
-DRAFT_MODELS: dict[str, str] = {"eagle3": "diptych.optimized.speculative.draft_models.eagle3:Eagle3Model"}
+DRAFT_MODELS: dict[str, str] = {
+    "dflash": "diptych.optimized.speculative.draft_models.dflash_model:DFlashModel",
+    "eagle3": "diptych.optimized.speculative.draft_models.eagle3:Eagle3Model",
+}
 
 
 def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:

@@ -10,6 +10,7 @@ from diptych.shared.interfaces.draft_model import DraftModel
 DRAFT_MODELS: dict[str, str] = {
     "eagle": "diptych.reference.speculative.draft_models.eagle_layer:EagleModel",
     "eagle3": "diptych.reference.speculative.draft_models.eagle3:Eagle3Model",
+    "dflash": "diptych.reference.speculative.draft_models.dflash_model:DFlashModel",
     "nextn": "diptych.reference.speculative.draft_models.nextn:NextNModel",
 }
 

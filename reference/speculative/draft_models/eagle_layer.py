@@ -16,12 +16,12 @@ from diptych.reference.layers import Linear
 from diptych.shared.config import DraftConfig
 from diptych.shared.interfaces import MoE
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.draft_model import DraftOutput
+from diptych.shared.interfaces.draft_model import DraftOutput, StepDraftModel
 from diptych.shared.interfaces.layers import Layers
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 
-class EagleModel(BaseDraftModel):
+class EagleModel(BaseDraftModel, StepDraftModel):
     def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
         super().__init__(config, layers, moe)
         model = config.model

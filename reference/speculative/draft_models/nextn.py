@@ -19,7 +19,7 @@ from diptych.reference.models import model_class
 from diptych.shared.config import DraftConfig
 from diptych.shared.interfaces import MoE
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.draft_model import DraftOutput
+from diptych.shared.interfaces.draft_model import DraftOutput, StepDraftModel
 from diptych.shared.interfaces.layers import Layers
 from diptych.shared.modeling.decoder_modules import norm_class
 from diptych.shared.speculation.draft_model_base import BaseDraftModel
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-class NextNModel(BaseDraftModel):
+class NextNModel(BaseDraftModel, StepDraftModel):
     def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
         super().__init__(config, layers, moe)
         model = config.model

@@ -17,7 +17,7 @@ from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
 from diptych.shared.loading.kv_sizing import check_row_memory
-from diptych.shared.loading.load_model import local_model_config
+from diptych.shared.loading.load_model import local_model_config, with_draft_block
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
 from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.parallel.grid import groups_of, tp_of
@@ -146,6 +146,7 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     panel = config.panel or default_panel(device)
     if panel == "optimized" and not registry.runs_triton(device):
         raise ValueError(f"panel=optimized {registry.NO_TRITON}, and the device is {device}")
+    config = with_draft_block(config, model_config)
     return config.updated(device=device, panel=panel, context_len=context_len)
 
 

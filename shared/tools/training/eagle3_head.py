@@ -9,11 +9,18 @@ hidden states, and its own branch of t drafted slots.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from diptych.shared.tools.training.head_layers import (
+    attention_linears,
+    init_head,
+    mlp_linears,
+    rotate,
+    swiglu,
+)
 
 
 class Eagle3Shape(NamedTuple):
@@ -47,13 +54,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(shape)
         self.norm = nn.RMSNorm(hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(hidden_size, shape.vocab_size, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-        with torch.no_grad():  # at first the residual stream is the target's hidden states, little changed
-            linear: Any
-            for linear in (self.midlayer.self_attn["o_proj"], self.midlayer.mlp["down_proj"]):
-                linear.weight.mul_(0.3)
+        init_head(self)
 
     def forward(
         self,
@@ -99,33 +100,20 @@ class Eagle3Layer(nn.Module):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         hidden_size, eps = shape.hidden_size, shape.rms_norm_eps
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.shape = shape
         self.input_layernorm = nn.RMSNorm(hidden_size, eps)
         self.hidden_norm = nn.RMSNorm(hidden_size, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * hidden_size, q_size, bias=False),
-                "k_proj": nn.Linear(2 * hidden_size, kv_size, bias=False),
-                "v_proj": nn.Linear(2 * hidden_size, kv_size, bias=False),
-                "o_proj": nn.Linear(q_size, hidden_size, bias=False),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(hidden_size, shape.intermediate_size, bias=False),
-                "up_proj": nn.Linear(hidden_size, shape.intermediate_size, bias=False),
-                "down_proj": nn.Linear(shape.intermediate_size, hidden_size, bias=False),
-            }
-        )
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.self_attn = attention_linears(2 * hidden_size, hidden_size, *sizes)
+        self.mlp = mlp_linears(hidden_size, shape.intermediate_size)
 
     def keys_and_values(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_rows, n, num_heads, head_dim]: those of a KV head once for each of its query heads."""
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-        k = self._rotate(self._heads("k_proj", x), positions)
+        k = rotate(self._heads("k_proj", x), positions, self.shape.rope_theta)
         num_repeats = self.shape.num_heads // self.shape.num_kv_heads
         return k.repeat_interleave(num_repeats, 2), self._heads("v_proj", x).repeat_interleave(num_repeats, 2)
 
@@ -142,7 +130,7 @@ class Eagle3Layer(nn.Module):
         """keys, values [num_rows, row_len, ...] of the text, seen as `mask` [num_rows, num_slots, row_len]
         says; those of `branch`, [num_rows, num_slots, ...] each, are seen by the slot at the same place."""
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-        q = self._rotate(self._heads("q_proj", x), positions) * self.shape.head_dim**-0.5
+        q = rotate(self._heads("q_proj", x), positions, self.shape.rope_theta) * self.shape.head_dim**-0.5
         scores = torch.einsum("rmhd,rthd->rhmt", q, keys).masked_fill(~mask[:, None], -torch.inf)
         own = [torch.einsum("rmhd,rmhd->rhm", q, k)[..., None] for k, _ in branch]
         probs = torch.cat((scores, *own), dim=-1).softmax(-1).split([mask.shape[-1]] + [1] * len(own), dim=-1)
@@ -150,21 +138,10 @@ class Eagle3Layer(nn.Module):
         for prob, (_, v) in zip(probs[1:], branch):
             output = output + prob.transpose(1, 2) * v
         hidden = hidden + self.self_attn["o_proj"](output.flatten(2))
-        x = self.post_attention_layernorm(hidden)
-        return hidden + self.mlp["down_proj"](
-            functional.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x)
-        )
+        return hidden + swiglu(self.mlp, self.post_attention_layernorm(hidden))
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.self_attn[name](x).unflatten(-1, (-1, self.shape.head_dim))
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = self.shape.head_dim // 2
-        frequencies = self.shape.rope_theta ** (-torch.arange(half, device=x.device) / half)
-        angles = (positions[..., None] * frequencies)[:, :, None, :]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        a, b = x.split(half, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def at_slots(x: torch.Tensor, slots: Slots) -> torch.Tensor:

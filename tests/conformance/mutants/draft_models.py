@@ -87,6 +87,14 @@ class NeverFeedsBackWhatIsNormed:
         return output
 
 
+@mixed_into("dflash")
+class MasksOfZero:
+    """A mask has no embedding."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (input_ids != self.config.block.mask_id)[:, None]
+
+
 @mixed_into("eagle", "eagle3", "nextn")
 class SharesAnotherWidth:
     """An embedding and a head are shared with a target of another width."""

@@ -183,7 +183,7 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
         if config.speculative == "standalone":
             draft = read_config(folder)
         else:
-            assert config.speculative in ("eagle", "eagle3", "nextn")
+            assert config.speculative in ("eagle", "eagle3", "nextn", "dflash")
             draft = read_draft_config(folder, model_config, config.speculative).model
         if draft.moe is not None:
             raise ValueError(

@@ -90,7 +90,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "sampler.near_ties",
         "sampler.distribution",
     ),
-    "drafter": ("drafter.drafting", "drafter.shared_ngrams", "drafter.sent_state"),
+    "drafter": ("drafter.drafting", "drafter.blocks", "drafter.shared_ngrams", "drafter.sent_state"),
     "draft_tree": ("draft_tree.links_and_acceptance", "draft_tree.drafting"),
     "detokenizer": ("detokenizer.pieces", "detokenizer.ends"),
     "dialect": ("dialect.reading",),

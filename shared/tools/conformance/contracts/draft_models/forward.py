@@ -27,11 +27,12 @@ from diptych.shared.tools.conformance.contracts.models.logits import make_model
 from diptych.shared.tools.conformance.contracts.models.weights import expect_refused
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
+from diptych.shared.types import ForwardMode
 
 DraftModels = Any
 """A module (or namespace) with `draft_model_class(draft_format)`."""
 
-FORMATS = ("eagle", "eagle3", "nextn")
+FORMATS = ("eagle", "eagle3", "nextn", "dflash")
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle, llama3 rope": ("llama-llama3", {"architectures": ["LlamaForCausalLMEagle"]}),
@@ -92,6 +93,30 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "architectures": ["LlamaForCausalLMEagle3"],
             "eagle_config": {"use_aux_hidden_state": False},
+        },
+    ),
+    "dflash, norms on heads": (
+        "llama-llama3",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": 2,
+            "block_size": 6,
+            "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 0]},
+        },
+    ),
+    "dflash, biases, one layer of the target": (
+        "qwen3-yarn",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "llama",
+            "attention_bias": True,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 10,
+            "block_size": 4,
+            "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
         },
     ),
     "nextn, norms on heads": ("qwen3-yarn", {"architectures": ["Qwen3ForCausalLMNextN"]}),
@@ -171,6 +196,28 @@ class DraftSession(ModelSession):
         return model.config.model
 
     @torch.inference_mode()
+    def store(self, hidden_states: torch.Tensor) -> None:
+        """Store the target's hidden states, with a `BlockDraftModel`."""
+        batch = self.forward_batch({0: [0] * len(hidden_states)})
+        attention = BatchAttention(self.attention, None, self.kv_pool, batch.out_cache_loc)
+        self.model.store_features(hidden_states, batch.positions, attention)
+
+    @torch.inference_mode()
+    def fill_in(self, root_id: int, num_masks: int) -> torch.Tensor:
+        """The hidden states of a block behind what is stored."""
+        n, mask_id = 1 + num_masks, self.model.config.block.mask_id
+        everything = torch.ones(1, n, n, dtype=torch.bool)
+        batch = self.forward_batch(
+            {0: [root_id] + [mask_id] * num_masks},
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            tree_mask=everything,
+        )
+        plan = self.attention.plan(batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
+        hidden_states: torch.Tensor = self.model(batch.input_ids, batch.positions, attention)
+        return hidden_states
+
+    @torch.inference_mode()
     def draft(self, input_ids: list[int], hidden_states: torch.Tensor) -> DraftOutput:
         batch = self.forward_batch({0: input_ids})
         attention = BatchAttention(
@@ -180,7 +227,9 @@ class DraftSession(ModelSession):
 
 
 def drafted(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
-    """Drafts for a prompt with the target's hidden states, then for tokens with the draft model's own."""
+    """Drafts for a prompt with the target's hidden states, then with the draft model's own, or a block."""
+    if case.config().block is not None:
+        return filled_in(session, case)
     inputs, config = Inputs(case.seed), case.config()
     dtype = next(session.model.parameters()).dtype
     results: dict[str, torch.Tensor] = {}
@@ -198,6 +247,21 @@ def drafted(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
             results[f"step {step}: logits"] = session.model.compute_logits(output.hidden_states)
     return results
+
+
+def filled_in(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
+    """A block behind a prompt."""
+    inputs, config = Inputs(case.seed), case.config()
+    dtype = next(session.model.parameters()).dtype
+    for num_tokens in case.chunks:
+        hidden_states = inputs.normal(num_tokens, config.target_hidden_size, dtype=case.dtype).to(dtype)
+        before = hidden_states.clone()
+        run_poisoned(session.store, hidden_states)
+        expect_close("the hidden states given", hidden_states, before, EXACT)
+    (root_id,) = inputs.integers(config.target.vocab_size, 1).tolist()
+    hidden_states = run_poisoned(session.fill_in, root_id, case.num_drafted)
+    with torch.inference_mode():
+        return {"hidden states": hidden_states, "logits": session.model.compute_logits(hidden_states)}
 
 
 def expect_same_drafts(impl: DraftModels, case: Head, reference: DraftModels) -> None:
@@ -232,6 +296,26 @@ def forward_in_chunks(impl: DraftModels, case: Head, reference: DraftModels) -> 
 @agreement("In a half type logits are float32, and all is close to exact arithmetic.", HEADS_HALF)
 def half_types(impl: DraftModels, case: Head, reference: DraftModels) -> None:
     expect_same_drafts(impl, case, reference)
+
+
+@contract(
+    "A mask is a token as any other: its row of the embedding counts at every place of a block.",
+    tuple(case for case in HEADS_ONCE if case.config().block is not None),
+)
+def masks_count(impl: DraftModels, case: Head) -> None:
+    config, target = case.config(), make_target(case)
+    assert config.block is not None
+    embedding = Inputs(case.seed).normal(config.target.vocab_size, config.model.hidden_size)
+    found = []
+    for _ in range(2):
+        draft = new_draft(impl, config, case.dtype)
+        draft.load_weights([*dummy_draft_weights(config, case.seed), ("embed_tokens.weight", embedding)])
+        draft.share(target)
+        found.append(filled_in(DraftSession(draft.eval()), case)["hidden states"])
+        embedding[config.block.mask_id] *= -1.0
+    plain, changed = found
+    least = float((changed - plain).abs().amax(dim=1).min())
+    expect_true("every place changes", least > 1e-3, least)
 
 
 @contract("compute_logits: float32 over the draft vocabulary, also of no row.", HEADS_ONCE)

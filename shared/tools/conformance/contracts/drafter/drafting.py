@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from diptych.shared import registry
-from diptych.shared.config import EngineConfig
+from diptych.shared.config import EngineConfig, read_config, read_draft_config
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.features.beside_model import drafter_class
 from diptych.shared.interfaces import Drafter
+from diptych.shared.loading.draft_weights import dummy_draft_weights
+from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.scheduling.invariants import check_idle, check_invariants
 from diptych.shared.tools.conformance.clauses.case import Case, table
 from diptych.shared.tools.conformance.clauses.clause import contract
@@ -36,7 +44,29 @@ PROMPTS = (
 )
 
 
-DRAFT_MODELS = {"standalone": "tiny-dense", "eagle3": "tiny-dense-eagle3"}
+@cache
+def random_block_head() -> str:
+    """A folder with a DFlash head of random weights for the built-in model."""
+    folder = Path(mkdtemp(prefix="diptych-dflash-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 1871, "target_layer_ids": [1, 3, 4]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    draft_config = read_draft_config(folder, read_config(ASSETS / "tiny-dense"))
+    save_file(dict(dummy_draft_weights(draft_config)), folder / "model.safetensors")
+    return str(folder)
+
+
+DRAFT_MODELS: dict[str, Callable[[], str]] = {
+    "standalone": lambda: "tiny-dense",
+    "eagle3": lambda: "tiny-dense-eagle3",
+    "dflash": random_block_head,
+}
 
 
 class Setting(Case):
@@ -52,7 +82,7 @@ class Setting(Case):
             "speculative_num_draft_tokens": self.shape.num_draft_tokens,
         }
         if self.algorithm in DRAFT_MODELS:
-            flags["speculative_draft_model"] = DRAFT_MODELS[self.algorithm]
+            flags["speculative_draft_model"] = DRAFT_MODELS[self.algorithm]()
         return flags
 
 
@@ -68,6 +98,8 @@ SETTINGS = table(
             (DraftShape(1, 4, 5), 4, 12),
         )
     ),
+    ("dflash", DraftShape(3, 1, 4), 1, None),
+    ("dflash", DraftShape(7, 1, 8), 4, 12),
     name="{algorithm}, {shape}, page {page_size}, chunk {chunk}",
     of=Setting,
 )

@@ -1,0 +1,66 @@
+"""What the heads that are trained here have in common: layers under the names of public checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+OUTPUT_SCALE = 0.3
+"""Of the random weights at the end of a layer's halves: at first the residual stream changes little."""
+
+
+def attention_linears(
+    input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> nn.ModuleDict:
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    return nn.ModuleDict(
+        {
+            "q_proj": nn.Linear(input_size, q_size, bias=False),
+            "k_proj": nn.Linear(input_size, kv_size, bias=False),
+            "v_proj": nn.Linear(input_size, kv_size, bias=False),
+            "o_proj": nn.Linear(q_size, hidden_size, bias=False),
+        }
+    )
+
+
+def mlp_linears(hidden_size: int, intermediate_size: int) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "gate_proj": nn.Linear(hidden_size, intermediate_size, bias=False),
+            "up_proj": nn.Linear(hidden_size, intermediate_size, bias=False),
+            "down_proj": nn.Linear(intermediate_size, hidden_size, bias=False),
+        }
+    )
+
+
+def swiglu(mlp: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+    return output
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE. x [..., n, num_heads, head_dim], positions [..., n]."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[..., None] * frequencies)[..., None, :]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.split(half, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def init_head(head: nn.Module) -> None:
+    """Random matrices; norms keep their ones."""
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                with torch.no_grad():
+                    parameter.mul_(OUTPUT_SCALE)
+
+
+def rounded(head: nn.Module) -> dict[str, Any]:
+    """The weights as they are saved."""
+    return {name: tensor.to("cpu", torch.bfloat16) for name, tensor in head.state_dict().items()}

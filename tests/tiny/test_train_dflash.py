@@ -1,0 +1,123 @@
+"""The DFlash trainer: what it trains is what the engine's draft model computes, on the target's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.shared import registry
+from diptych.shared.config import read_draft_config
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.draft_weights import iterate_draft_weights
+from diptych.shared.tools.bench.prompt_texts import encode, held_out
+from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession, new_draft
+from diptych.shared.tools.training import train_dflash
+from diptych.shared.tools.training.train import TrainOptions
+from diptych.shared.tools.training.train_dflash import (
+    Target,
+    answered,
+    batches,
+    blocks_of,
+    chosen_layers,
+    chosen_mask,
+    new_head,
+    questions,
+    save_head,
+    texts_of,
+    train_steps,
+)
+from diptych.shared.types import SamplingParams
+
+BLOCK_LEN = 5
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(model="tiny-dense", panel="reference", device="cpu", max_total_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def target(llm: LLM) -> Target:
+    config = llm.assembly.model_config
+    layers = chosen_layers(config.num_hidden_layers, 3)
+    return Target(llm.assembly.parts.model_runner.model, config, layers, chosen_mask(llm))
+
+
+@pytest.fixture(scope="module")
+def texts(llm: LLM, target: Target) -> list[train_dflash.Text]:
+    answers = answered(llm, questions(10), 24)
+    return texts_of(target, [each for each in answers if len(each[0]) > each[1] + 1])
+
+
+def test_layers_and_mask_are_chosen(target: Target) -> None:
+    assert target.layers == (2, 4, 5)
+    assert target.mask_id == 1871  # the first id without a token
+    with pytest.raises(ValueError, match="--features is 5; a target of 6 layers has 1 to 4"):
+        chosen_layers(6, 5)
+
+
+def test_trained_blocks_are_the_engines(
+    target: Target, texts: list[train_dflash.Text], tmp_path: Path
+) -> None:
+    """The same blocks, each alone, by the engine's draft model over a KV pool, from the saved head."""
+    head = new_head(target, 2, 0, BLOCK_LEN, seed=3)
+    torch.nn.init.normal_(head.norm.weight, 1.0, 0.3)
+    torch.nn.init.normal_(head.hidden_norm.weight, 1.0, 0.3)
+    save_head(head, target, tmp_path)
+    head.load_state_dict({name: each.to(torch.bfloat16) for name, each in head.state_dict().items()})
+    draft = new_draft(registry.load("draft_models", "reference"), read_draft_config(tmp_path, target.config))
+    draft.load_weights(iterate_draft_weights(tmp_path))
+    draft.share(target.model)
+    some = texts[:3]
+    anchors = [[text.num_prompt, len(text.token_ids) - 2] for text in some]
+    blocks = blocks_of(some, anchors, BLOCK_LEN, target.mask_id)
+    with torch.no_grad():
+        hidden = head(target.model.embed(blocks.input_ids), blocks.anchors, blocks.features)
+    assert blocks.target_ids[0, 1].tolist()[2:] == [-1] * 3  # behind the end of the text
+    for row, text in enumerate(some):
+        for column, anchor in enumerate(anchors[row]):
+            session = DraftSession(draft.eval())
+            session.store(text.features[:anchor].float())
+            expected = session.fill_in(int(text.token_ids[anchor]), BLOCK_LEN - 1)
+            # Both in float32, summed in another order, through two layers.
+            torch.testing.assert_close(hidden[row, column], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_training_lowers_the_loss(target: Target, texts: list[train_dflash.Text]) -> None:
+    head = new_head(target, 1, 64, BLOCK_LEN, seed=0)
+    options = TrainOptions(num_steps=12, learning_rate=3e-3)
+    steps = batches(texts, 12, 4, 3, BLOCK_LEN, target.mask_id, seed=1)
+    losses = [float(loss) for loss in train_steps(head, target, steps, options)]
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
+    for blocks in batches(texts, 5, 3, 8, BLOCK_LEN, 1871, seed=2):
+        for row, anchors in enumerate(blocks.anchors.tolist()):
+            newest = blocks.input_ids[row, :, 0]
+            text = next(t for t in texts if len(t.token_ids) > max(anchors) and torch.equal(
+                t.token_ids[anchors], newest))  # fmt: skip
+            assert all(text.num_prompt <= anchor < len(text.token_ids) - 1 for anchor in anchors)
+
+
+@pytest.mark.full
+def test_a_trained_head_drafts_well_and_leaves_texts_alone(llm: LLM, tmp_path: Path) -> None:
+    train_dflash.main(
+        out=tmp_path, target="tiny-dense", prompts=None, num_prompts=96, max_new_tokens=48, steps=120,
+        texts=8, blocks=4, block_len=6, layers=1, intermediate_size=0, features=3, mask_id=-1,
+        learning_rate=3e-3, seed=0, device="cpu",
+    )  # fmt: skip
+    right = json.loads((tmp_path / "training.json").read_text())["held_out"]["right_by_place"]
+    assert len(right) == 5
+    drafts = {"speculative": "dflash", "speculative_draft_model": str(tmp_path)}
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=24)
+    prompts = encode(llm, held_out(6))
+    expected = [output.output_ids for output in llm.generate(prompts, greedy)]
+    for panel in ("reference", "optimized"):
+        other = LLM(model="tiny-dense", panel=panel, device="cpu", max_total_tokens=2048, **drafts)
+        assert [output.output_ids for output in other.generate(prompts, greedy)] == expected
+        # A head of random weights gives 1.0.
+        assert other.scheduler.stats().speculation.acceptance_length_with_bonus > 1.2
