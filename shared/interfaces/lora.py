@@ -19,8 +19,8 @@ class LoraPool(ABC):
     """The weights of the adapters of a batch, each in one of `num_slots` slots.
 
     The constructor changes the model: in every decoder layer the linear layers of
-    `diptych.shared.loading.lora_adapter`'s TARGETS add scale * B (A x) to the output for each token x whose
-    request has an adapter with weights for this layer. All other outputs stay as they were.
+    `diptych.shared.loading.lora_adapter`'s `adaptable_modules` add scale * B (A x) to the output for each
+    token x whose request has an adapter with weights for this layer. All other outputs stay as they were.
 
     A request is known by its row of req_to_token. Any ForwardBatch has these rows, so the pool needs nothing
     else: plain steps, steps that verify drafts, and padding (row 0, never an adapter) are alike.

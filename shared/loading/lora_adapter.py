@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 from diptych.shared.config import ModelConfig
 from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.loading.safetensors_file import read_header
-from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
 from diptych.shared.types.lora import LoraAdapter, LoraWeights
 from diptych.shared.types.stops import MAX_REGEX_SIZE, regex_size
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers that take adapters: those of attention and of dense MLPs."""
+"""Linear layers that take adapters: those of attention and of dense MLPs,"""
+LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""and those of linear attention. Qwen3-Next's in_proj_qkvz and in_proj_ba are two of these each."""
 
 PATTERN_SECONDS = 1.0
 """For all patterns of an adapter on all its modules: a file from elsewhere can have one that never ends."""
@@ -54,8 +57,22 @@ def adaptable_modules(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name.removesuffix(".weight"): shape
         for name, shape in expected_shapes(config).items()
-        if name.endswith(tuple(f".{target}.weight" for target in TARGETS)) and "experts." not in name
+        if name.endswith(tuple(f".{target}.weight" for target in (*TARGETS, *LINEAR_TARGETS)))
+        and "experts." not in name
     }
+
+
+def fit_model(adapter: LoraAdapter, config: ModelConfig) -> LoraAdapter:
+    """The adapter with the names of the model's linear layers: one of several merged layers becomes as many,
+    with the same A, and with their rows of B."""
+    if config.linear_attention is None:
+        return adapter
+    modules = {}
+    for name, weights in adapter.modules.items():
+        for part in canonical_parts(f"{name}.weight", tuple(weights.b.shape), config):
+            own = part.name.removesuffix(".weight")
+            modules[own] = replace(weights, b=part.of(weights.b))
+    return replace(adapter, modules=modules)
 
 
 def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> None:
@@ -65,7 +82,8 @@ def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], m
         raise ValueError(
             f"adapter {adapter.name!r} changes {len(unknown)} modules that take no adapters here: "
             f"{', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}; those that do are "
-            f"{', '.join(TARGETS)} of attention and of dense MLPs"
+            f"{', '.join(TARGETS)} of attention and of dense MLPs, {', '.join(LINEAR_TARGETS)} of linear "
+            "attention"
         )
     for name, weights in adapter.modules.items():
         rank, found = weights.a.shape[0], (weights.b.shape[0], weights.a.shape[1])

@@ -35,7 +35,7 @@ SPLIT_K = 64 if INTERPRETED else 512
 """Columns of a part; for a rank above 32 half of that. Half a part at a time is multiplied."""
 MAX_PART = 64 * 1024
 """Bytes of A in a CTA."""
-MAX_SLICES = 3
+MAX_SLICES = 4
 MAX_TILE = 4096
 """Numbers of B in a CTA."""
 
@@ -79,9 +79,9 @@ def _shrink_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_add_kernel(
     y_ptr, h_ptr, b_ptr, scales_ptr, rows_ptr, slots_ptr, num_blocks_ptr, num_rows, stride_y,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    SLICES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
     if USE_PDL:
@@ -96,15 +96,21 @@ def _expand_add_kernel(
     # The slice of the tile, where it begins in y, and its end: a tile never crosses two slices.
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    part = (tile >= tiles0).to(tl.int32) + (tile >= tiles0 + tiles1).to(tl.int32)
-    start = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
-    end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N0 + N1 + N2))
-    first_tile = tl.where(part == 0, 0, tl.where(part == 1, tiles0, tiles0 + tiles1))
+    tiles2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    first2: tl.constexpr = tiles0 + tiles1
+    part = (
+        (tile >= tiles0).to(tl.int32) + (tile >= first2).to(tl.int32) + (tile >= first2 + tiles2).to(tl.int32)
+    )
+    start = tl.where(part == 0, 0, tl.where(part == 1, N0, tl.where(part == 2, N0 + N1, N0 + N1 + N2)))
+    size = tl.where(part == 0, N0, tl.where(part == 1, N1, tl.where(part == 2, N2, N3)))
+    first_tile = tl.where(
+        part == 0, 0, tl.where(part == 1, tiles0, tl.where(part == 2, first2, first2 + tiles2))
+    )
     columns = start + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < end
+    is_column = columns < start + size
 
     offs_r = tl.arange(0, RANK)
-    b_rows = b_ptr + (slot * (N0 + N1 + N2) + columns)[:, None] * RANK
+    b_rows = b_ptr + (slot * (N0 + N1 + N2 + N3) + columns)[:, None] * RANK
     b = tl.load(b_rows + offs_r[None, :], mask=is_column[:, None], other=0.0)
     scale = tl.load(scales_ptr + slot * SLICES + part)
     if USE_PDL:
@@ -153,13 +159,13 @@ def expand_add(
     assert len(sizes) == num_slices <= MAX_SLICES
     assert y.stride(1) == 1
     assert b.is_contiguous()
-    n0, n1, n2 = [*sizes, 0, 0][:3]
+    n0, n1, n2, n3 = [*sizes, 0, 0, 0][:4]
     block_n = min(max(MAX_TILE // rank, 32), 256)
     num_tiles = sum(triton.cdiv(size, block_n) for size in sizes)
     _expand_add_kernel[(_max_blocks(num_rows, b), num_tiles)](
-        y, h, b, scales, *blocks, num_rows, y.stride(0), N0=n0, N1=n1, N2=n2, SLICES=num_slices, RANK=rank,
-        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=block_n, PRECISION=_precision(b), num_warps=4,
-        **pdl_options(y),
+        y, h, b, scales, *blocks, num_rows, y.stride(0), N0=n0, N1=n1, N2=n2, N3=n3,
+        SLICES=num_slices, RANK=rank, SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=block_n,
+        PRECISION=_precision(b), num_warps=4, **pdl_options(y),
     )  # fmt: skip
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.shared.config import EngineConfig, draft_shape
+from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
 from diptych.shared.interfaces import CausalLM, LoraPool, Scheduler
 from diptych.shared.loading.kv_sizing import num_rows
-from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules, read_adapter
+from diptych.shared.loading.lora_adapter import adaptable_modules, check_modules, fit_model, read_adapter
 from diptych.shared.types import DiffusionParams, LoraAdapter
 
 DEFAULT_MAX_RANK = 16
@@ -16,9 +16,9 @@ DEFAULT_MAX_RANK = 16
 class LoraAdapters:
     """All loaded adapters; the LoRA pool holds those of the running requests."""
 
-    def __init__(self, pool: LoraPool, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.pool = pool
-        self.shapes = shapes
+    def __init__(self, pool: LoraPool, config: ModelConfig) -> None:
+        self.pool, self.config = pool, config
+        self.shapes = adaptable_modules(config)
         self.by_name: dict[str, LoraAdapter] = {}
 
     @staticmethod
@@ -31,13 +31,16 @@ class LoraAdapters:
                 f"LoRA adapters: {pool_class.__module__} changes models={pool_class.models}, and the engine "
                 f"has models={models}"
             )
-        at_start = [read_adapter(path, name) for name, path in config.lora_paths.items()]
-        shapes = adaptable_modules(model.config)
+        model_config: ModelConfig = model.config
+        at_start = [
+            fit_model(read_adapter(path, name), model_config) for name, path in config.lora_paths.items()
+        ]
+        shapes = adaptable_modules(model_config)
         max_rank = config.max_lora_rank or max([DEFAULT_MAX_RANK, *(adapter.rank for adapter in at_start)])
         for adapter in at_start:
             check_modules(adapter, shapes, max_rank)
         pool = pool_class(model, config.num_lora_slots, max_rank, num_rows(config), _max_step_tokens(config))
-        adapters = LoraAdapters(pool, shapes)
+        adapters = LoraAdapters(pool, model_config)
         adapters.by_name = {adapter.name: adapter for adapter in at_start}
         return adapters
 
@@ -52,7 +55,7 @@ class LoraAdapters:
     def load(self, name: str, path: str, scheduler: Scheduler) -> None:
         """Load an adapter, also in place of one of this name that no request uses. The prefix cache is keyed
         by the adapter's content, so KV of another content is not found."""
-        adapter = read_adapter(path, name)
+        adapter = fit_model(read_adapter(path, name), self.config)
         check_modules(adapter, self.shapes, self.pool.max_rank)
         if name in self.by_name:
             self._check_unused(name, scheduler)

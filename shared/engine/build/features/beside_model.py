@@ -74,7 +74,6 @@ def refuse_flags(plan: Plan, what: str, **more: Any) -> None:
     and whether each is set."""
     config = plan.config
     refused = {
-        "lora_paths": config.lora_paths or config.max_loras_per_batch,
         "hicache_tokens": config.hicache_tokens,
         "pp": config.pp > 1,
         "dp_attention": config.dp_attention,
@@ -96,6 +95,7 @@ class LayersThatDiffer(Feature):
         refuse_flags(
             self.plan,
             "the layers",
+            lora_paths=config.lora_paths or config.max_loras_per_batch,
             tp=config.tp > 1,
             deterministic=config.deterministic,
             speculative=config.speculative,
@@ -113,7 +113,12 @@ class LinearStates(Feature):
         refuse_flags(plan, "the linear attention", cuda_graph_block_len=config.cuda_graph_block_len)
         impl, linear = plan.component("linear_attention"), plan.model_config.linear_attention
         if linear is not None and linear.channel_decay:
-            refuse_flags(plan, "the linear attention", quantization=plan.model_config.quantization)
+            refuse_flags(
+                plan,
+                "the linear attention",
+                quantization=plan.model_config.quantization,
+                lora_paths=config.lora_paths or config.max_loras_per_batch,
+            )
             if not impl.supports_channel_decay:
                 raise ValueError(f"{impl.__name__} has no decay for each channel, which KDA has")
         if config.speculative is None:
