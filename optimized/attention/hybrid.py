@@ -8,6 +8,7 @@ backend need support them. Loses one call per layer, with a mixed batch two.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,13 @@ class HybridAttention(interface.AttentionBackend):
     def check_layer(self, layer: AttentionLayer) -> None:
         self.prefill_backend.check_layer(layer)
         self.decode_backend.check_layer(layer)
+
+    def beside(self) -> HybridAttention:
+        """With backends beside those of this one, which may have been chosen after it was made."""
+        other, pair = copy.copy(self), (self.prefill_backend, self.decode_backend)
+        made = {backend: backend.beside() for backend in pair}
+        other.prefill_backend, other.decode_backend = (made[backend] for backend in pair)
+        return other
 
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
         num_last = self._num_decoding(forward_batch)

@@ -73,6 +73,12 @@ class AttentionBackend(ABC):
         each layer of its model when it starts. Here: nothing is refused."""
         return
 
+    def beside(self) -> AttentionBackend:
+        """Another backend over the same pools, which computes as this one does: each keeps a plan of its own.
+        Here it is of the same class, for pools that are attributes of these names."""
+        pools: Any = self
+        return type(self)(pools.req_to_token_pool, pools.kv_pool)
+
     @abstractmethod
     def plan(self, forward_batch: ForwardBatch) -> Any:
         """Everything that depends on the batch but not on the layer. The result is only meaningful to

@@ -34,21 +34,19 @@ from diptych.shared.types import ForwardBatch, ForwardMode
 
 class TwoBatches:
     """A `run_model` that runs the passes that `takes` names as two halves. `in_turns` runs two functions in
-    turns. `beside`: a second attention backend over the same pools, because a backend keeps one plan at a
-    time. `take_part`: what a half without tokens does."""
+    turns. `take_part`: what a half without tokens does."""
 
     def __init__(
         self,
-        beside: AttentionBackend,
         takes: Callable[[ForwardBatch], bool],
         in_turns: Callable[[Callable[[], Any], Callable[[], Any], torch.device], list[Any]],
         take_part: Callable[[CausalLM], None] | None = None,
     ) -> None:
-        self.beside = beside
         self.takes = takes
         self.in_turns = in_turns
         self.take_part = take_part
         self.num_passes = 0
+        self._beside: AttentionBackend | None = None
 
     def __call__(
         self, model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
@@ -56,6 +54,8 @@ class TwoBatches:
         if not self.takes(batch):
             return run_model(model, batch, attention, layers)
         self.num_passes += 1
+        if self._beside is None:  # made here, because a backend may be chosen when an engine is complete
+            self._beside = attention.backend.beside()
 
         # --8<-- [start:two-halves]
         def half(backend: AttentionBackend, part: ForwardBatch) -> Callable[[], Any]:
@@ -66,7 +66,7 @@ class TwoBatches:
             return partial(run_model, model, part, own, layers)
 
         a, b = halves_of(batch)
-        functions = half(attention.backend, a), half(self.beside, b)
+        functions = half(attention.backend, a), half(self._beside, b)
         found = self.in_turns(*functions, batch.input_ids.device)
         # --8<-- [end:two-halves]
         parts, captured = zip(*(half for half in found if half is not None))

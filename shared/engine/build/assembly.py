@@ -158,14 +158,11 @@ def make_parts(
 ) -> SchedulerParts:
     """The components that a scheduler uses, on pools that are there."""
     component, drafter, kv_pool = features.component, extras.drafter, pools.kv_pool
-    backend = component(attention_component(plan.model_config))
-    attention = backend(pools.req_to_token_pool, kv_pool)
+    attention = component(attention_component(plan.model_config))(pools.req_to_token_pool, kv_pool)
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
-    another = [
-        feature.run_model(lambda: backend(pools.req_to_token_pool, kv_pool)) for feature in features.features
-    ]
+    another = [feature.run_model() for feature in features.features]
     in_scheduler = [each for feature in features.features for each in feature.in_scheduler(extras, pools)]
     runner_features = RunnerFeatures(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,

@@ -198,6 +198,20 @@ class KeepsTheFirstPlan(SteppedAttention):
 
 
 @mutant_of("attention")
+class OnePlanForBoth(SteppedAttention):
+    """The backend beside it is itself, and it keeps one plan."""
+
+    def beside(self) -> OnePlanForBoth:
+        return self
+
+    def plan(self, forward_batch: ForwardBatch) -> None:
+        self.kept = super().plan(forward_batch)
+
+    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
+        return super().run(q, layer, self.kept, **kv)
+
+
+@mutant_of("attention")
 class ScalesQInPlace(SteppedAttention):
     """q is scaled where it lies."""
 

@@ -189,6 +189,10 @@ bug("KeepsItsFirstPlan", "Every plan is the first one.",
      "plans: list[RequestPlan] = []",
      'plans: list[RequestPlan] = self.__dict__.setdefault("plans", [])\n        if plans:\n            '
      "return plans"))
+bug("OnePlanForBoth", "The backend beside it is itself, and it keeps one plan.",
+    ("attention", "plans: list[RequestPlan] = []",
+     'plans: list[RequestPlan] = self.__dict__.setdefault("plans", [])\n        plans.clear()'),
+    ("attention", "    # --8<-- [start:attention-plan]", "    def beside(self):\n        return self\n"))
 bug("IgnoresOut", "The output is always a new tensor.",
     ("attention", "attention_output(q, layer, out)", "attention_output(q, layer, None)"))
 bug("ValuesOfTheNextHead", "A head sums the values of another.",

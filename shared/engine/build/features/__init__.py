@@ -15,7 +15,6 @@ import torch
 from diptych.shared.config.vision_config import has_tower
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.interfaces import (
-    AttentionBackend,
     CausalLM,
     Drafter,
     LinearAttention,
@@ -101,8 +100,8 @@ class Feature:
         """Fields of `Extras`: made after the weights, before the pools are sized."""
         return {}
 
-    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel | None:
-        """What runs the model, if not the runner's own. `attention` makes a backend."""
+    def run_model(self) -> RunModel | None:
+        """What runs the model, if not the runner's own."""
         return None
 
     def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config, read_draft_config
 from diptych.shared.engine.build.features import Feature
-from diptych.shared.interfaces import AttentionBackend, CausalLM, MoE, RunModel, Sampler
+from diptych.shared.interfaces import CausalLM, MoE, RunModel, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.modeling.two_batches import TwoBatches
@@ -46,7 +46,7 @@ class TwoHalves(Feature):
             flag = f"two_batch_tokens={self.plan.config.two_batch_tokens}"
             raise ValueError(f"{flag} does not work with linear attention: states are of one batch at a time")
 
-    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel:
+    def run_model(self) -> RunModel:
         assert self.plan.tp is not None
         assert self.plan.config.two_batch_tokens is not None
         least = self.plan.config.two_batch_tokens
@@ -54,7 +54,7 @@ class TwoHalves(Feature):
         def takes(batch: ForwardBatch) -> bool:
             return batch.forward_mode.is_prefill and can_be_cut(batch) and batch.num_tokens >= least
 
-        return TwoBatches(attention(), takes, partial(in_turns, self.plan.tp))
+        return TwoBatches(takes, partial(in_turns, self.plan.tp))
 
 
 class Pipeline(Feature):
@@ -94,12 +94,12 @@ class SharedExperts(Feature):
                 module.expert_parallel = self.dispatch
         return {}
 
-    def run_model(self, attention: Callable[[], AttentionBackend]) -> RunModel | None:
+    def run_model(self) -> RunModel | None:
         dispatch = self.dispatch
         dispatch.two_batch_tokens = self.plan.config.two_batch_tokens
         if dispatch.two_batch_tokens is None:
             return None
-        return TwoBatches(attention(), lambda batch: dispatch.is_cut, dispatch.in_turns, dispatch.take_part)
+        return TwoBatches(lambda batch: dispatch.is_cut, dispatch.in_turns, dispatch.take_part)
 
 
 class ExpertParallel(Feature):

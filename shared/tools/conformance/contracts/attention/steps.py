@@ -211,6 +211,36 @@ def plans_follow_one_another(impl: type[AttentionBackend], case: AttentionCase) 
     _expect_spans(impl, batch, [whole, whole[:1], whole[::-1], whole[1:3], whole])
 
 
+@contract("A backend and the one beside it have plans of two batches at the same time.", STEPS)
+def backends_stand_beside_each_other(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    """The cut of a prefill pass into two halves: the second one has the last tokens of each request."""
+    batch = case.make()
+    expected, q = batch.expected(), batch.q
+    cuts = [cached + (new + 1) // 2 for cached, new in case.requests]
+    halves = [
+        [(i, cached, cut) for i, ((cached, _), cut) in enumerate(zip(case.requests, cuts))],
+        [
+            (i, cut, cached + new)
+            for i, ((cached, new), cut) in enumerate(zip(case.requests, cuts))
+            if new > 1
+        ],
+    ]
+
+    def run() -> None:
+        first = batch.backend(impl)
+        backends = first, first.beside()
+        planned = [
+            (backend, batch.rows_of(spans), backend.plan(batch.forward_batch_of(spans, ForwardMode.EXTEND)))
+            for backend, spans in zip(backends, [half for half in halves if half])
+        ]
+        for number, (backend, rows, plan) in enumerate(planned):
+            batch.q = q[rows]
+            output = batch.run_planned(backend, plan)
+            expect_close(f"half {number}", output, expected[rows], tolerance("attention", batch.case.dtype))
+
+    or_refusal(batch.case, run)
+
+
 def _expect_spans(impl: type[AttentionBackend], batch: AttentionBatch, steps: list[list[Any]]) -> None:
     """Run successive steps on one backend, each with some positions of the batch's requests."""
     expected, q = batch.expected(), batch.q
