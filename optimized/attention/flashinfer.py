@@ -90,6 +90,10 @@ class FlashInferAttention(interface.AttentionBackend):
         if device.type != "cuda":
             raise ValueError(f"device {device.type}: not supported; FlashInfer supports cuda")
 
+    def beside(self) -> FlashInferAttention:
+        """With a workspace and wrappers of its own, where plans are."""
+        return type(self)(self.req_to_token_pool, self.kv_pool)
+
     def plan(self, forward_batch: ForwardBatch) -> FlashInferPlan:
         if forward_batch.tree_mask is not None:
             num_each, lens = forward_batch.tree_mask.shape[1], forward_batch.seq_lens_cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -75,9 +76,8 @@ class AttentionBackend(ABC):
 
     def beside(self) -> AttentionBackend:
         """Another backend over the same pools, which computes as this one does: each keeps a plan of its own.
-        Here it is of the same class, for pools that are attributes of these names."""
-        pools: Any = self
-        return type(self)(pools.req_to_token_pool, pools.kv_pool)
+        Here it is a copy that shares what this one has: override it where plans are in shared memory."""
+        return copy.copy(self)
 
     @abstractmethod
     def plan(self, forward_batch: ForwardBatch) -> Any:
