@@ -29,6 +29,11 @@ def test_remaking_gives_no_difference(file: str) -> None:
     assert remake(file) == (FOLDER / file).read_text(encoding="utf-8"), "run `make figures`"
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda file: file.name)
+def test_a_browser_can_read_each_picture(file: Path) -> None:
+    assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
 def test_files_and_names_agree() -> None:
     assert {path.stem for path in FOLDER.glob("*.html")} == set(FIGURES)
     assert {path.name for path in FOLDER.glob("*.[sj][vs]*")} == set(FILES)

@@ -132,7 +132,7 @@ def plot(counts: Sequence[Count], path: Path) -> None:
             if one.load == load:
                 curves.setdefault((one.scheduler, one.conservativeness), []).append(one)
         for (scheduler, conservativeness), own in curves.items():
-            style = {"label": f"{scheduler}, {conservativeness:g}", "marker": "."}
+            style = {"label": f"{scheduler}, {conservativeness:g}"}
             style["linestyle"] = "-" if scheduler == "reference" else "--"
             x = [one.percentage for one in own]
             shares.plot(x, [one.useful_share for one in own], **style)
