@@ -38,19 +38,13 @@ def record(name: str, command: str, file: Path) -> None:
 def text_of(report: dict[str, Any]) -> str:
     """JSON with a line for each key and each result. Entries that all results have are written once; `load`
     puts them back. Floats have five significant digits, which is finer than any of these measurements."""
-    report = _with_entries_once(_short(report))
+    report = _with_entries_once(
+        json.loads(json.dumps(report), parse_float=lambda text: float(f"{float(text):.5g}"))
+    )
     values = {key: json.dumps(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
         values["results"] = "[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]"
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "\n}\n"
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_short(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _with_entries_once(report: dict[str, Any]) -> dict[str, Any]:
