@@ -110,14 +110,19 @@ class QuantizedLinear(interface.QuantizedLinear):
         """Whether a kernel quantizes the inputs."""
         return self.scheme.inputs != "none" and can_compute(self.scheme, self.in_features)
 
+    @property
+    def _zero(self) -> torch.Tensor | None:
+        """The third tensor of a kernel: zero points, or the scales of NVFP4 for a layer."""
+        return self.weight_zero if self.weight_global is None else self.weight_global
+
     def _dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme, dtype)
+        return dequantize(self.weight, self.weight_scale, self._zero, self.scheme, dtype)
 
     def _multiply(
         self, x: torch.Tensor | QuantizedInput, y: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
         multiply(
-            x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y,
+            x, self.weight, self.weight_scale, self._zero, self.scheme, y,
             bias=self.bias, residual=residual,
         )  # fmt: skip
 
@@ -129,7 +134,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         y = torch.empty(num_tokens, self.out_features, dtype=x.dtype, device=self.weight.device)
         quantized_gemm(
-            x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y, bias=self.bias,
+            x, self.weight, self.weight_scale, self._zero, self.scheme, y, bias=self.bias,
             tile=fixed_tile(self.scheme, self.in_features),
         )  # fmt: skip
         return y

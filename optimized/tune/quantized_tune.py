@@ -70,7 +70,7 @@ def fastest_tile(
 
         def run(i: int, tile: Any = tile) -> None:
             kernel = quantized_gemv if isinstance(tile, GemvTile) else quantized_gemm
-            weight, zero = layers[i]["weight"], layers[i].get("weight_zero")
+            weight, zero = layers[i]["weight"], layers[i].get("weight_zero", layers[i].get("weight_global"))
             kernel(values, weight, layers[i]["weight_scale"], zero, scheme, y, residual=residual, tile=tile)
 
         try:
@@ -106,9 +106,8 @@ def candidates(
         return
     tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
     largest = largest_step(scheme, size)
-    is_int4 = scheme.weight_type == "int4"
     steps_stages = [(largest, stages) for stages in (4, 8, 12)]
-    if not is_int4:
+    if not scheme.is_packed:
         steps_stages = list(itertools.product(sorted({min(largest, 128), largest}), (3, 5, 8)))
     for rows, warps, (step, stages) in itertools.product((16, 32, 64, 128), (1, 2, 4), steps_stages):
         if rows >= 8 * warps and rows <= 64 * warps and tokens * rows <= 4096 * warps:

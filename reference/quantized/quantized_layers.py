@@ -20,7 +20,8 @@ class QuantizedLinear(interface.QuantizedLinear):
         # --8<-- [end:quantized-linear]
 
     def dequantized_weight(self) -> torch.Tensor:
-        return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme)
+        zero = self.weight_zero if self.weight_global is None else self.weight_global
+        return dequantize(self.weight, self.weight_scale, zero, self.scheme)
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         return dequantized_input(x, self.scheme, self.input_scale, self.tp)

@@ -19,6 +19,7 @@ ONLINE: dict[str, QuantScheme] = {
     "fp8-block": QuantScheme("fp8", block_rows=128, group_size=128, inputs="group"),
     "int8": QuantScheme("int8", inputs="token"),
     "int4": QuantScheme("int4", group_size=128),
+    "nvfp4": QuantScheme("nvfp4", group_size=16),
 }
 """What the flag `quantization` may say: weights are rounded to the nearest value when they are loaded."""
 

@@ -21,7 +21,7 @@ MoeRunnerName = Literal[
     "flashinfer_trtllm", "flashinfer_cutedsl",
 ]  # fmt: skip
 KvCacheDtypeName = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
-QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
+QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4", "nvfp4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "dflash", "standalone", "ngram"]
 
 MODEL, RANKS, MEMORY, TIERS = "What to run", "Several ranks", "Memory", "Tiers of the prefix cache"

@@ -16,13 +16,14 @@ from diptych.shared.types.quant_scheme import QuantScheme
 class QuantizedLinear(nn.Module, ABC):
     """y = x̂ @ ŵᵀ + bias, x̂ and ŵ being x and the weight as their quantized values say.
 
-    Parameters: `weight`, `weight_scale`, and by scheme `weight_zero` and `input_scale`, of the shapes and
-    types of `QuantScheme.tensors`; `bias` [out_features] in the model's type, or None. They hold nothing
-    until weights are loaded.
+    Parameters: `weight`, `weight_scale`, and by scheme `weight_zero`, `weight_global` and `input_scale`,
+    of the shapes and types of `QuantScheme.tensors`; `bias` [out_features] in the model's type, or None. They
+    hold nothing until weights are loaded.
 
     ŵ[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size, or 0. int4: of a unit of
     successive inputs (a group, or all), byte j holds input j in its low half and input j + unit / 2 in its
-    high half; a symmetric weight has zero = 8. fp8 and int8 have no zero.
+    high half; a symmetric weight has zero = 8. fp8 and int8 have no zero. nvfp4: packed as int4; q is what a
+    code of `FP4_VALUES` stands for, and scale is weight_scale * weight_global[n, 0] / weight_global[n, 1].
 
     x̂ is x where inputs are not quantized. Else, for the values of a token, or of a group of a token, with
     s = amax / 448 (fp8) or amax / 127.5 (int8), or the static input_scale: x̂ = s * q. fp8: q is x / s clamped
@@ -42,6 +43,7 @@ class QuantizedLinear(nn.Module, ABC):
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
+    weight_global: nn.Parameter | None
     input_scale: nn.Parameter | None
     bias: nn.Parameter | None
     tp: Collectives | None = None
@@ -50,7 +52,7 @@ class QuantizedLinear(nn.Module, ABC):
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme, bias: bool = False) -> None:
         super().__init__()
         self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
-        self.weight_zero = self.input_scale = self.bias = None
+        self.weight_zero = self.weight_global = self.input_scale = self.bias = None
         for name, (shape, dtype) in scheme.tensors(out_features, in_features).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         if bias:

@@ -11,7 +11,7 @@ from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.types.quant_scheme import QuantScheme
 
-SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero"}
+SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero", "weight_global": "_global"}
 """A tensor of `QuantScheme.tensors` -> the end of the parameter's name."""
 
 
@@ -23,9 +23,9 @@ class QuantizedExperts(FusedExperts, ABC):
     With `tp`, each rank has a part of the intermediate size of every expert, and amax of a pair is the
     largest of all ranks, which call the experts with the same arguments.
 
-    Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`: the
-    tensors of `QuantScheme.tensors` of each expert, one behind the other; and the biases. A rank's experts
-    are moved by moving the rows of all parameters.
+    Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`, or
+    `w13_global` and `w2_global`: the tensors of `QuantScheme.tensors` of each expert, one behind the other;
+    and the biases. A rank's experts are moved by moving the rows of all parameters.
     """
 
     scheme: QuantScheme
@@ -33,6 +33,8 @@ class QuantizedExperts(FusedExperts, ABC):
     w2_scale: nn.Parameter
     w13_zero: nn.Parameter | None
     w2_zero: nn.Parameter | None
+    w13_global: nn.Parameter | None
+    w2_global: nn.Parameter | None
     tp: Collectives | None = None
     """The ranks among which the intermediate size is divided; None: it is not."""
 
@@ -51,7 +53,7 @@ class QuantizedExperts(FusedExperts, ABC):
             raise ValueError(f"experts of {scheme} are not supported; supported are dynamic scales of inputs")
         self.scheme = scheme
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.w13_zero = self.w2_zero = None
+        self.w13_zero = self.w2_zero = self.w13_global = self.w2_global = None
         for name, out, size in (
             ("w13", 2 * intermediate_size, hidden_size),
             ("w2", hidden_size, intermediate_size),

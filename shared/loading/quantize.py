@@ -19,7 +19,8 @@ from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.loading.quantized_formats import pack_units
 from diptych.shared.loading.shards import Shards
 from diptych.shared.loading.weight_names import expected_shapes
-from diptych.shared.types.quant_scheme import FP4_VALUES, INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, QuantScheme
+from diptych.shared.modeling.dequantized_values import FP8_MAX
+from diptych.shared.types.quant_scheme import FP4_VALUES, INT4_ZERO, MXFP4_BIAS, QuantScheme
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
 
@@ -33,8 +34,8 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torc
     blocks = nn.functional.pad(weight.float(), (0, -size % columns, 0, -out % rows))
     blocks = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [blocks, rows, groups, columns]
     largest = blocks.abs().amax((1, 3), keepdim=True)
-    if scheme.weight_type == "mxfp4":
-        return _quantize_mxfp4(blocks, largest)
+    if scheme.weight_type in ("mxfp4", "nvfp4"):
+        return (_quantize_mxfp4 if scheme.weight_type == "mxfp4" else _quantize_nvfp4)(blocks, largest)
     scale = largest / {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[scheme.weight_type]
     q = blocks / torch.where(scale == 0, 1.0, scale)
     if scheme.weight_type == "fp8":
@@ -54,11 +55,27 @@ def _quantize_mxfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, to
     """blocks [out, 1, groups, 32] -> codes and exponents. The largest value of a group is 4 to 8 times its
     scale; what is beyond 6 becomes 6."""
     exponent = (torch.frexp(largest).exponent - 3).clamp(min=-MXFP4_BIAS)
-    sizes = torch.tensor(FP4_VALUES[:8], device=blocks.device)
-    middles = (sizes[1:] + sizes[:-1]) / 2
-    codes = torch.bucketize(torch.ldexp(blocks.abs(), -exponent), middles) + 8 * (blocks < 0)
-    packed = pack_units(codes.to(torch.uint8).flatten(2).flatten(0, 1), MXFP4_GROUP)
+    packed = _packed_fp4(torch.ldexp(blocks, -exponent))
     return {"weight": packed, "weight_scale": (exponent + MXFP4_BIAS).to(torch.uint8).flatten(1)}
+
+
+def _quantize_nvfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, torch.Tensor]:
+    """blocks [out, 1, groups, 16] -> codes, scales in e4m3, and the layer's factor. The largest value of the
+    layer is 6 times the largest scale, 448."""
+    factor = largest.amax() / (FP4_VALUES[7] * FP8_MAX)
+    factor = torch.where(factor == 0, 1.0, factor)
+    scale = (largest / (FP4_VALUES[7] * factor)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
+    step = scale.float() * factor
+    both = torch.stack((factor, torch.ones_like(factor))).expand(len(blocks), 2)
+    packed = _packed_fp4(blocks / torch.where(step == 0, torch.inf, step))
+    return {"weight": packed, "weight_scale": scale.flatten(1), "weight_global": both}
+
+
+def _packed_fp4(values: torch.Tensor) -> torch.Tensor:
+    """[out, 1, groups, unit] -> the codes of the nearest `FP4_VALUES`, packed."""
+    sizes = torch.tensor(FP4_VALUES[:8], device=values.device)
+    codes = torch.bucketize(values.abs(), (sizes[1:] + sizes[:-1]) / 2) + 8 * (values < 0)
+    return pack_units(codes.to(torch.uint8).flatten(2).flatten(0, 1), values.shape[-1])
 
 
 def quantize_linears(

@@ -202,6 +202,8 @@ def _in_memory(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
     """Convert a tensor to the form of QuantScheme.tensors."""
     if entry.layer.scheme.is_packed and entry.stored.target == "weight":
         return pack_units(tensor, entry.layer.scheme.unit(tensor.shape[1]))
+    if entry.layer.scheme.weight_type == "nvfp4" and entry.stored.target == "weight_scale":
+        return tensor.to(torch.float8_e4m3fn).contiguous()  # as stored
     return tensor.contiguous()
 
 
@@ -282,9 +284,7 @@ def dequantized(weights: Weights, scheme_of: Callable[[str], QuantScheme | None]
         needed |= {"weight_group"} if scheme.any_order else set()
         if needed <= tensors.keys():
             scale, zero = tensors.pop("weight_scale"), tensors.get("weight_zero")
-            if "weight_global" in tensors:
-                factor, divisor = tensors.pop("weight_global").split(1, dim=1)
-                scale = scale * factor / divisor
+            zero = tensors.pop("weight_global", zero)
             weight, groups = tensors.pop("weight"), tensors.get("weight_group")
             values = dequantize if groups is None else partial(_dequantize_in_any_order, groups.long())
             yield f"{module}.weight", values(weight, scale, zero, scheme)
@@ -329,7 +329,7 @@ def quantize_while_reading(
             if suffix == "weight":
                 per_byte = 2 if layer.scheme.is_packed else 1
                 columns = slice(inputs.start // per_byte, inputs.stop // per_byte)
-            elif layer.scheme.group_size is not None:
+            elif layer.scheme.group_size is not None and suffix != "weight_global":
                 size = layer.scheme.group_size
                 columns = slice(inputs.start // size, -(-inputs.stop // size))
             own = [its_tensor[part, columns] for part in outs]

@@ -16,7 +16,8 @@ INT8_STEPS = 127.5  # half of the range from -128 to 127
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]."""
+    """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]. `zero`: weight_zero or
+    weight_global."""
     if not scheme.is_packed:
         size = weight.shape[-1]
         by_input = scale.repeat_interleave(scheme.group_size or size, dim=-1)[..., :size]
@@ -26,7 +27,9 @@ def dequantize(
     if scheme.weight_type == "mxfp4":
         values = torch.tensor(FP4_VALUES, device=q.device)[q.int()]
         return torch.ldexp(values, scale[..., None].int() - MXFP4_BIAS).flatten(-2)
-    if scheme.weight_type == "nvfp4":  # `scale`: that of the layer included
+    if scheme.weight_type == "nvfp4":
+        assert zero is not None
+        scale = scale.float() * zero[..., :1] / zero[..., 1:]
         return (torch.tensor(FP4_VALUES, device=q.device)[q.int()] * scale[..., None]).flatten(-2)
     zeros = INT4_ZERO if zero is None else zero[..., None].to(torch.float32)
     return ((q.to(torch.float32) - zeros) * scale[..., None]).flatten(-2)

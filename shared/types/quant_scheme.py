@@ -37,8 +37,7 @@ class QuantScheme:
     point is 8, otherwise each scale has its own. mxfp4 is a code of `FP4_VALUES`, and each group of 32
     inputs has a power of two as scale, stored as its exponent. nvfp4 has the same codes, a scale in e4m3 for
     each group of 16 inputs, and one in float32 for the layer. Groups are of successive inputs; with
-    `any_order` the checkpoint has the group of each input. No kernel multiplies nvfp4 or groups in any order
-    (`is_dequantized`).
+    `any_order` the checkpoint has the group of each input, and no kernel multiplies them (`is_dequantized`).
 
     The inputs of fp8 and int8 may be quantized too, to the type of the weight: with one scale for each token
     ("token"), for `group_size` successive inputs of a token ("group"), or for all tokens ("static": the
@@ -72,13 +71,13 @@ class QuantScheme:
     @property
     def is_dequantized(self) -> bool:
         """Layers become plain ones when they are loaded."""
-        return self.weight_type == "nvfp4" or self.any_order
+        return self.any_order
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def unit(self, in_features: int) -> int:
-        """int4 and mxfp4: inputs k and k + unit / 2 of so many successive inputs share a byte."""
+        """int4, mxfp4 and nvfp4: inputs k and k + unit / 2 of so many successive inputs share a byte."""
         return self.group_size or in_features
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -86,12 +85,12 @@ class QuantScheme:
         so that rows of layers with other blocks can follow each other in a merged layer."""
         groups = (out_features, self.num_groups(in_features))
         num_columns = in_features // 2 if self.is_packed else in_features
-        scale = torch.uint8 if self.weight_type == "mxfp4" else torch.float32
+        scale = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(self.weight_type, torch.float32)
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((out_features, num_columns), STORED[self.weight_type]),
             "weight_scale": (groups, scale),
         }
-        if self.weight_type == "nvfp4":  # a factor of the scales, and a divisor
+        if self.weight_type == "nvfp4":  # a factor of the scales of an output, and a divisor
             found["weight_global"] = ((out_features, 2), torch.float32)
         if self.any_order:
             found["weight_group"] = ((in_features,), torch.int32)

@@ -58,6 +58,7 @@ EXPERT_SCHEMES = {
     "int8": QuantScheme("int8", inputs="token"),
     "int4": QuantScheme("int4", group_size=128, symmetric=False),
     "mxfp4": QuantScheme("mxfp4", group_size=32),
+    "nvfp4": QuantScheme("nvfp4", group_size=16),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -183,13 +184,13 @@ def quantized(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: st
     x, norm = torch.empty(num_tokens, size, dtype=dtype), torch.empty(size, dtype=dtype)
     gate_up = torch.empty(num_tokens, 2 * size, dtype=dtype)
     tensors = {name: torch.empty(shape, dtype=t) for name, (shape, t) in scheme.tensors(out, size).items()}
-    weight, scale = tensors["weight"], tensors["weight_scale"]
+    weight, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_global")
     y = torch.empty(num_tokens, out, dtype=dtype)
     if suits_gemv(x, scheme, size):
         quantized_gemv(x, weight, scale, None, scheme, y)
     elif scheme.inputs == "none":
-        quantized_gemm(x, weight, scale, None, scheme, y)
-        dequantize(weight, scale, None, scheme, dtype)
+        quantized_gemm(x, weight, scale, zero, scheme, y)
+        dequantize(weight, scale, zero, scheme, dtype)
     else:
         quantize_input(x, scheme, norm=(norm, 1e-6))
         values = quantize_input(gate_up, scheme, silu=True)

@@ -8,7 +8,7 @@ are the side of the tensor cores that has many rows, tokens the side that may ha
 CTAs as multiprocessors, and each CTA reads the inputs of all tokens: where outputs are few, parts make more
 CTAs without more reads. The last CTA of a tile adds the parts up in their order, so that the order in which
 the sum of a token is added up does not depend on the other tokens, nor on which CTA is last. Scales of groups
-are applied to the sum of a group, in float32.
+are applied to the sum of a group, in float32; those of NVFP4 to the weights, which stays exact.
 
 Where the GPU multiplies no e4m3, or the result is float32, e4m3 is widened to float16, which is exact.
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
 from diptych.optimized.kernels.linear.quantize_input import NUM_COUNTERS, QuantizedInput, has_fp8
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
-from diptych.optimized.kernels.linear.quantized_values import from_nibbles, widened_e4m3
+from diptych.optimized.kernels.linear.quantized_values import from_mxfp4, from_nibbles, widened_e4m3
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
 from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
@@ -120,7 +120,7 @@ def _quantized_gemm_kernel(
     IMPRECISE: tl.constexpr = 128 if STEP > 128 else STEP
     IS_INT8: tl.constexpr = WEIGHT == "int8" and X_SCALED
     IN_LOOP: tl.constexpr = GROUP > 0 or X_GROUP > 0  # scales of groups
-    row_bytes = size // 2 if WEIGHT == "int4" else size
+    row_bytes = size // 2 if WEIGHT == "int4" or WEIGHT == "nvfp4" else size
     first_byte, end_byte = 0, row_bytes
     if PARTS > 1:
         first_byte = tl.program_id(1) * part_bytes
@@ -148,6 +148,19 @@ def _quantized_gemm_kernel(
             part = tl.dot(w_low, low.T, input_precision="ieee")
             part = tl.dot(w_high, high.T, part, input_precision="ieee")
         # --8<-- [end:unpack-and-multiply]
+        elif WEIGHT == "nvfp4":
+            HALF: tl.constexpr = UNIT // 2
+            cols = cols // HALF * UNIT + cols % HALF
+            low = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE).to(x_type)
+            high = _x_tile(x_ptr, tokens, cols + HALF, stride_x, num_tokens, size, IS_WHOLE).to(x_type)
+            groups = k // HALF + tl.arange(0, STEP // HALF)
+            of_groups = is_row[:, None] if IS_WHOLE else is_row[:, None] & (groups < num_groups)[None, :]
+            scales = tl.load(scale_rows[:, None] + groups[None, :], mask=of_groups, other=0)
+            scales = widened_e4m3(scales, NATIVE).to(x_type)
+            scales = tl.broadcast_to(scales[:, :, None], (ROWS, STEP // HALF, HALF)).reshape(ROWS, STEP)
+            w_low, w_high = from_mxfp4(tile, scales, x_type)
+            part = tl.dot(w_low, low.T, input_precision="ieee")
+            part = tl.dot(w_high, high.T, part, input_precision="ieee")
         else:
             group = k // GROUP if GROUP > 0 else 0
             x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE)
@@ -173,6 +186,10 @@ def _quantized_gemm_kernel(
             y += part
 
     y = y.to(tl.float32)
+    if WEIGHT == "nvfp4":
+        factors = zero_ptr + rows.to(tl.int64) * 2
+        factor = tl.load(factors, mask=is_row, other=0.0) / tl.load(factors + 1, mask=is_row, other=1.0)
+        y *= factor[:, None]
     is_last = True
     if PARTS > 1:
         parts_ptr = workspace_ptr + tl.program_id(0).to(tl.int64) * (PARTS * ROWS * TOKENS)
@@ -184,7 +201,7 @@ def _quantized_gemm_kernel(
         _store_outputs(
             y, tokens, rows, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr,
             num_tokens, out, stride_x_scale, stride_residual, stride_y, num_groups,
-            GROUP == 0, X_SCALED and X_GROUP == 0, HAS_BIAS, HAS_RESIDUAL,
+            GROUP == 0 and WEIGHT != "nvfp4", X_SCALED and X_GROUP == 0, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
 
@@ -201,7 +218,7 @@ def quantized_gemm(
     tile: Tile | None = None,
 ) -> None:
     """y [num_tokens, out] = x̂ @ ŵᵀ + bias + residual, rounded once; y may be the residual. weight, scale and
-    zero: as in QuantScheme.tensors. `can_compute` must hold."""
+    zero, or weight_global: as in QuantScheme.tensors. `can_compute` must hold."""
     is_scaled = isinstance(x, QuantizedInput)
     values, dtype = (x.q, x.dtype) if isinstance(x, QuantizedInput) else (x, x.dtype)
     x_scale = x.scale if isinstance(x, QuantizedInput) else scale
@@ -211,12 +228,13 @@ def quantized_gemm(
     assert values.stride(1) == weight.stride(1) == scale.stride(1) == y.stride(1) == 1
     if num_tokens == 0:
         return
-    is_int4, is_fp8 = scheme.weight_type == "int4", scheme.weight_type == "fp8"
+    is_nvfp4, is_fp8 = scheme.weight_type == "nvfp4", scheme.weight_type == "fp8"
     gpu = gpu_of(values.device)
-    x_bytes = values.itemsize * (2 if is_int4 else 1)
+    x_bytes = values.itemsize * (2 if scheme.is_packed else 1)
     planned = tile or plan(num_tokens, out, scheme, size)
     chosen = planned.fitted(x_bytes, gpu, dtype == torch.float32 and not is_scaled)
-    group = scheme.group_size if scale.shape[1] > 1 else 0
+    group = scheme.group_size if scale.shape[1] > 1 and not is_nvfp4 else 0
+    scale = scale.view(torch.uint8) if is_nvfp4 else scale
     x_group = scheme.group_size if scheme.inputs == "group" and x_scale.shape[-1] > 1 else 0
     native = has_fp8(values.device)
     multiply_fp8 = is_fp8 and is_scaled and native and dtype in HALF_TYPES
@@ -239,8 +257,8 @@ def quantized_gemm(
         values.stride(0), x_scale.shape[1] if x_scale.dim() == 2 else 0, weight.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
-        X_SCALED=is_scaled, IS_WHOLE=weight.shape[1] % chosen.step == 0, HAS_ZERO=zero is not None,
-        NATIVE=native, MULTIPLY_FP8=multiply_fp8,
+        X_SCALED=is_scaled, IS_WHOLE=weight.shape[1] % chosen.step == 0,
+        HAS_ZERO=zero is not None and not is_nvfp4, NATIVE=native, MULTIPLY_FP8=multiply_fp8,
         TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages, PARTS=parts,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=chosen.warps, **pdl_options(values),

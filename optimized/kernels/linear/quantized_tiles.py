@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 def can_compute(scheme: QuantScheme, size: int) -> bool:
     """Whether the groups are made of whole tiles."""
-    return largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
+    return largest_step(scheme, size) >= (16 if scheme.is_packed else 32)
 
 
 def fixed_tile(scheme: QuantScheme, size: int) -> Tile:
@@ -43,7 +43,7 @@ def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
     if num_tokens > 64:
         return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
     tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
-    if scheme.weight_type == "int4":
+    if scheme.is_packed:
         return Tile(tokens, 32 if tokens == 8 else 64, step, 8, 2 if tokens <= 16 else 4)
     if scheme.weight_type == "fp8" and scheme.inputs != "none" and step == 256 and tokens >= 16:
         return _fp8_plan(tokens, out, size)
@@ -64,7 +64,10 @@ def _fp8_plan(tokens: int, out: int, size: int) -> Tile:
 
 
 def largest_step(scheme: QuantScheme, size: int) -> int:
-    """The most bytes of a row, a power of two up to 256, that no group's border cuts."""
+    """The most bytes of a row, a power of two up to 256, that no group's border cuts. In NVFP4 a tile has
+    several groups."""
+    if scheme.weight_type == "nvfp4":
+        return 64
     if scheme.weight_type == "int4":
         half = scheme.unit(size) // 2
         return min(half & -half, 64)

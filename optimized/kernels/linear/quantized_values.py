@@ -1,5 +1,5 @@
 """Weights of 8 and 4 bits in registers, made floating-point numbers: e4m3, and the nibbles of bytes, which
-are integers or MXFP4."""
+are integers, MXFP4 or NVFP4."""
 
 from __future__ import annotations
 
@@ -111,15 +111,16 @@ def mxfp4_scales(exponents, dtype: tl.constexpr):
 
 @triton.jit
 def from_mxfp4(tile, scales, dtype: tl.constexpr):
-    """uint8 codes, `mxfp4_scales` of each -> (what the low halves stand for, what the high ones stand for) in
-    `dtype`, exactly."""
+    """uint8 codes, the scale of each -> (what the low halves stand for, what the high ones stand for) in
+    `dtype`, exactly: `mxfp4_scales`, or e4m3, whose four bits of mantissa times the two of a code fit a
+    bfloat16 and a float16."""
     if dtype == tl.bfloat16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
             _MXFP4, "=&r,=&r,=&r,=&r,r,r,r", [tile, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
             pack=4,
         )  # fmt: skip
     else:
-        return _mxfp4_values(tile & 15, scales), _mxfp4_values(tile >> 4, scales)
+        return _mxfp4_values(tile & 15, scales).to(dtype), _mxfp4_values(tile >> 4, scales).to(dtype)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ inter a pair of token and expert.
 Shape: as moe_gemm.py: a CTA is one block of pairs of one expert by some columns, gate and up of the same
 columns together. Weights are the side of the tensor cores that has many rows. Two values of a byte belong to
 inputs half a unit apart, so low and high halves are two matrices that are multiplied by two pieces of x, and
-nothing is interleaved. The scales of groups are applied to the sum of a group, in float32; those of MXFP4,
-powers of two, to the weights, which stays exact; they are loaded one step ahead, because loads of so few
+nothing is interleaved. The scales of groups are applied to the sum of a group, in float32; those of MXFP4
+and NVFP4 to the weights, which stays exact; they are loaded one step ahead, because loads of so few
 bytes are not pipelined. A pair's sum has one order, whatever the batch.
 """
 
@@ -48,7 +48,7 @@ class ExpertWeights(NamedTuple):
 
     weight: torch.Tensor
     scale: torch.Tensor
-    zero: torch.Tensor | None
+    zero: torch.Tensor | None  # or the factors and divisors of NVFP4
     bias: torch.Tensor | None
 
 
@@ -63,7 +63,7 @@ def quantized_tiles(
         tile = QuantizedTile(block_m, 128, 4, 1)
     elif block_m == 64:
         tile = QuantizedTile(block_m, 32, 4, 3)
-    elif scheme.weight_type != "mxfp4":
+    elif scheme.weight_type not in ("mxfp4", "nvfp4"):
         tile = QuantizedTile(block_m, 64, 4, 3)
     elif block_m == 16:  # a warp dequantizes 32 rows once, for all pairs
         return QuantizedTile(block_m, 32, 2, 3), QuantizedTile(block_m, 64, 2, 3)
@@ -90,7 +90,8 @@ def _quantized_experts_kernel(
     """x [num_tokens or rows of blocks, K] by w [experts, PARTS * ROWS, ROW_BYTES]."""
     PARTS: tl.constexpr = 2 if IS_UP else 1
     X_SCALED: tl.constexpr = NUM_X_GROUPS > 0
-    IN_LOOP: tl.constexpr = NUM_GROUPS > 1 and WEIGHT != "mxfp4"  # scales of groups
+    IS_FP4: tl.constexpr = WEIGHT == "mxfp4" or WEIGHT == "nvfp4"
+    IN_LOOP: tl.constexpr = NUM_GROUPS > 1 and not IS_FP4  # scales of groups
     IS_INT8: tl.constexpr = WEIGHT == "int8" and X_SCALED
     x_type: tl.constexpr = tl.float32 if _INTERPRETED else x_ptr.dtype.element_ty
     if USE_PDL:
@@ -113,7 +114,7 @@ def _quantized_experts_kernel(
     w_rows, w_scales = w_ptr + w_row[:, None] * ROW_BYTES, w_scale_ptr + w_row * NUM_GROUPS
 
     y = tl.zeros([PARTS * BLOCK_N, BLOCK_M], tl.int32 if IS_INT8 and not IN_LOOP else tl.float32)
-    if WEIGHT == "mxfp4":
+    if IS_FP4:
         units = tl.arange(0, STEP // (UNIT // 2))  # of a step; a unit has one scale
         next_scales = w_scale_ptr + w_row[:, None] * NUM_GROUPS + units[None, :]
         of_units = is_row[:, None] & (units < NUM_GROUPS)[None, :]
@@ -122,13 +123,16 @@ def _quantized_experts_kernel(
         offs = k + tl.arange(0, STEP)
         in_row = offs < ROW_BYTES
         tile = tl.load(w_rows + offs[None, :], mask=is_row[:, None] & in_row[None, :], other=0)
-        if WEIGHT == "int4" or WEIGHT == "mxfp4":
+        if WEIGHT == "int4" or IS_FP4:
             unit = offs // (UNIT // 2)
             cols = unit * UNIT + offs % (UNIT // 2)
             low = _x_tile(x_rows, is_pair, cols, in_row).to(x_type)
             high = _x_tile(x_rows, is_pair, cols + UNIT // 2, in_row).to(x_type)
-            if WEIGHT == "mxfp4":
-                scales = mxfp4_scales(exponents, x_type)
+            if IS_FP4:
+                if WEIGHT == "mxfp4":
+                    scales = mxfp4_scales(exponents, x_type)
+                else:
+                    scales = widened_e4m3(exponents, NATIVE).to(x_type)
                 next_unit = (k + STEP) // (UNIT // 2)
                 of_units = is_row[:, None] & (next_unit + units < NUM_GROUPS)[None, :]
                 exponents = tl.load(next_scales + next_unit, mask=of_units, other=0)
@@ -164,7 +168,12 @@ def _quantized_experts_kernel(
                 part *= tl.load(x_scales + group, mask=is_pair, other=0.0)[None, :]
         y += part
     y = y.to(tl.float32)
-    if not IN_LOOP and WEIGHT != "mxfp4":
+    if WEIGHT == "nvfp4":
+        factors = w_zero_ptr + w_row * 2
+        y *= (tl.load(factors, mask=is_row, other=0.0) / tl.load(factors + 1, mask=is_row, other=1.0))[
+            :, None
+        ]
+    elif not IN_LOOP and WEIGHT != "mxfp4":
         y *= tl.load(w_scales, mask=is_row, other=0.0)[:, None]
     if NUM_X_GROUPS == 1:
         y *= tl.load(x_scales, mask=is_pair, other=0.0)[None, :]
@@ -234,23 +243,25 @@ def _launch(
 ) -> None:
     """top_k 0: the second GEMM."""
     is_fp8, is_scaled = scheme.weight_type == "fp8", isinstance(x, QuantizedInput)
+    is_nvfp4 = scheme.weight_type == "nvfp4"
+    scales = w.scale.view(torch.uint8) if is_nvfp4 else w.scale
     values, x_scale = (x.q, x.scale) if isinstance(x, QuantizedInput) else (x, x)
     row_bytes, num_groups = w.weight.shape[2], w.scale.shape[2]
     size = 2 * row_bytes if scheme.is_packed else row_bytes
     step = 64 if scheme.is_packed else 128
-    if num_groups > 1 and scheme.weight_type != "mxfp4":
+    if num_groups > 1 and scheme.weight_type not in ("mxfp4", "nvfp4"):
         assert scheme.group_size is not None
         step = min(step, scheme.group_size // (2 if scheme.is_packed else 1))
     native = has_fp8(values.device) and not INTERPRETED
     _quantized_experts_kernel[(triton.cdiv(rows, tile.block_n), blocks.experts.numel())](
         values.view(torch.uint8) if is_fp8 and is_scaled else values, x_scale,
-        w.weight.view(torch.uint8) if is_fp8 else w.weight, w.scale, w.scale if w.zero is None else w.zero,
+        w.weight.view(torch.uint8) if is_fp8 else w.weight, scales, scales if w.zero is None else w.zero,
         out if w.bias is None else w.bias, out,
         blocks.pairs, blocks.experts, blocks.num_blocks, topk_weights, num_pairs, values.stride(0),
         TOP_K=max(top_k, 1), ROWS=rows, ROW_BYTES=row_bytes, NUM_GROUPS=num_groups,
         NUM_X_GROUPS=x_scale.shape[1] if is_scaled else 0, WEIGHT=scheme.weight_type,
         UNIT=scheme.unit(size), IS_UP=top_k > 0, HAS_BIAS=w.bias is not None,
-        LIMIT=swiglu_limit, HAS_ZERO=w.zero is not None, NATIVE=native,
+        LIMIT=swiglu_limit, HAS_ZERO=w.zero is not None and not is_nvfp4, NATIVE=native,
         MULTIPLY_FP8=native and is_fp8 and is_scaled, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STEP=step,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(values),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned, run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import EXACT, tolerance
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types.quant_scheme import QuantScheme
+from diptych.shared.types.quant_scheme import FP4_VALUES, QuantScheme
 
 SCHEMES = {
     "fp8 weight": QuantScheme("fp8"),
@@ -32,7 +32,12 @@ SCHEMES = {
     "int4 32 zeros": QuantScheme("int4", group_size=32, symmetric=False),
     "int4 128 zeros": QuantScheme("int4", group_size=128, symmetric=False),
     "int4 channel": QuantScheme("int4"),
+    "nvfp4": QuantScheme("nvfp4", group_size=16),
 }
+
+
+STD = {"fp8": 60.0, "int8": 70.0, "int4": 4.6, "mxfp4": 2.9, "nvfp4": 2.9}
+"""Of the values of random codes."""
 
 
 class Layer(Case):
@@ -57,7 +62,7 @@ class Layer(Case):
         inputs, scheme = Inputs(self.seed), self.scheme
         with building(self.dtype):
             layer = impl.QuantizedLinear(self.size, self.out, scheme, self.has_bias)
-        std = {"fp8": 60.0, "int8": 70.0, "int4": 4.6}[scheme.weight_type] * self.size**0.5
+        std = STD[scheme.weight_type] * self.size**0.5
         expected = scheme.tensors(self.out, self.size)
         for name, parameter in layer.named_parameters():
             shape, dtype = expected.get(name, ((self.out,), self.dtype))
@@ -71,6 +76,10 @@ class Layer(Case):
                 values = inputs.integers(17, *shape)
             elif name == "input_scale":
                 values = torch.tensor([2.0 / (448 if scheme.weight_type == "fp8" else 127)])
+            elif name == "weight_global":
+                values = (0.5 + inputs.uniform(*shape)) / torch.tensor([64 * std, 1.0]).to(check_device())
+            elif name == "weight_scale" and scheme.weight_type == "nvfp4":
+                values = 64 * (0.5 + inputs.uniform(*shape))
             elif name == "weight_scale":
                 values = (0.5 + inputs.uniform(*shape)) / std
             else:
@@ -108,7 +117,7 @@ LAYERS = table(
     *(
         (kind, 3, 70, size, torch.float32, False)
         for kind, size in (("fp8 token", 100), ("fp8 block", 320), ("fp8 block", 72), ("int8 token", 63),
-                           ("int4 32", 96), ("int4 32 zeros", 32), ("fp8 weight", 33))
+                           ("int4 32", 96), ("int4 32 zeros", 32), ("fp8 weight", 33), ("nvfp4", 48))
     ),
     name=name_of_layer,
     of=Layer,
@@ -126,13 +135,18 @@ def expected_weight(layer: QuantizedLinear) -> torch.Tensor:
     """ŵ in float64, value by value."""
     scheme, size = layer.scheme, layer.in_features
     scale = layer.weight_scale.double()
-    if scheme.weight_type == "int4":
+    if scheme.is_packed:
         unit = scheme.group_size or size
         k = torch.arange(size, device=scale.device)
         is_low = k % unit < unit // 2
         column = layer.weight[:, (k // unit * unit // 2) + k % unit % (unit // 2)].to(torch.int64)
         q = torch.where(is_low, column % 16, column // 16).double()
         zero = 8.0 if layer.weight_zero is None else layer.weight_zero.double()
+        if scheme.weight_type == "nvfp4":
+            assert layer.weight_global is not None
+            q, zero = torch.tensor(FP4_VALUES, dtype=torch.float64, device=scale.device)[q.int()], 0.0
+            factor, divisor = layer.weight_global.double().split(1, dim=1)
+            scale = scale * factor / divisor
     else:
         q, zero = layer.weight.double(), 0.0
     group = torch.arange(size, device=scale.device) // (scheme.group_size or size)

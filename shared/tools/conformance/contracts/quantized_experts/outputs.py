@@ -24,6 +24,7 @@ from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.contracts.moe.experts import clamped_swiglu64, silu_and_mul64
 from diptych.shared.tools.conformance.contracts.quantization.linear import (
     SCHEMES,
+    STD,
     expected_input,
     expected_weight,
 )
@@ -34,7 +35,6 @@ KINDS = {
     **{name: scheme for name, scheme in SCHEMES.items() if scheme.inputs != "static"},
     "mxfp4": QuantScheme("mxfp4", group_size=32),
 }
-STD = {"fp8": 60.0, "int8": 70.0, "int4": 4.6, "mxfp4": 2.9}
 
 
 class Experts(Case):
@@ -70,6 +70,11 @@ class Experts(Case):
         weight_type, shape = self.scheme.weight_type, like.shape
         if name.endswith("_zero"):
             return inputs.integers(17, *shape)
+        if name.endswith("_global"):
+            std = torch.tensor([64 * STD[weight_type] * size**0.5, 1.0])
+            return (0.5 + inputs.uniform(*shape)) / std.to(check_device())
+        if name.endswith("_scale") and weight_type == "nvfp4":
+            return 64 * (0.5 + inputs.uniform(*shape))
         if name.endswith("_scale"):
             scale = (0.5 + inputs.uniform(*shape)) / (STD[weight_type] * size**0.5)
             return scale.log2().round() + 127 if weight_type == "mxfp4" else scale
@@ -99,6 +104,9 @@ def expected(case: Experts, experts: QuantizedExperts, x: torch.Tensor, topk: To
                 scheme=case.scheme, in_features=hidden.shape[1], weight=getattr(experts, name)[e],
                 weight_scale=getattr(experts, f"{name}_scale")[e], weight_zero=None, input_scale=None,
             )  # fmt: skip
+            layer.weight_global = None
+            if case.kind == "nvfp4":
+                layer.weight_global = getattr(experts, f"{name}_global")[e]
             if not case.scheme.symmetric:
                 layer.weight_zero = getattr(experts, f"{name}_zero")[e]
             weight = _mxfp4_weight(layer) if case.kind == "mxfp4" else expected_weight(layer)
@@ -142,7 +150,7 @@ EVERY_KIND = table(
     ),
     *(
         (kind, 9, 160, 96, torch.float32)
-        for kind in ("fp8 token", "fp8 block", "fp8 weight", "int8 token", "int4 32 zeros", "mxfp4")
+        for kind in ("fp8 token", "fp8 block", "fp8 weight", "int8 token", "int4 32 zeros", "mxfp4", "nvfp4")
     ),
     ("fp8 block", 0, 128, 128, torch.float32),
     name=name_of,
