@@ -102,7 +102,7 @@ class HostPool(interface.HostPool):
         self._has_loads |= before
         if not self.is_cuda:
             return lambda: None
-        ended = torch.cuda.Event()
+        ended = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
         ended.record(self._stream)
         return ended.synchronize
 

@@ -23,8 +23,8 @@ SCALES = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=
 
 
 def every_value(num_groups: int = 2) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A weight of 127 outputs in which each scale has all 16 codes in a group, and what it stands for, without
-    the scales of outputs, in float64. Outputs have a factor, a power of two, and a divisor."""
+    """A weight of 127 outputs in which each scale has all 16 codes in a group, and what it stands for, in
+    float64. Factors and divisors of outputs are powers of two."""
     scale = SCALES.view(torch.float8_e4m3fn).reshape(-1, num_groups)
     out = len(scale)
     codes = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i)) for i in range(out)])

@@ -71,7 +71,7 @@ def test_a_quantized_model_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 2 * stats.num_accepted_tokens > stats.num_drafted_tokens
 
 
-@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int4"])
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int4", "nvfp4"])
 def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
     config = replace(read_config(TINY), hidden_size=256, intermediate_size=512)
     config = with_quantization(config, method)
@@ -84,7 +84,7 @@ def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
         assert torch.equal(torch.cat([part.float() for part in parts], dim or 0), expected.float()), name
         if ".layers.0" in name and "_proj" in name:
             is_row_parallel = any(part in name for part in ("o_proj", "down_proj"))
-            by_channel = name.endswith("_scale") and method == "fp8"
+            by_channel = (name.endswith("_scale") and method == "fp8") or name.endswith("_global")
             assert dim == (None if is_row_parallel and by_channel else int(is_row_parallel)), name
 
 
@@ -124,7 +124,7 @@ def test_merged_layers_need_one_scheme() -> None:
 
 
 def test_weights_take_the_bytes_that_the_memory_check_expects() -> None:
-    for method in ("fp8", "fp8-block", "int8", "int4"):
+    for method in ("fp8", "fp8-block", "int8", "int4", "nvfp4"):
         config = with_quantization(read_config(TINY), method)
         expected = num_weight_bytes(expected_shapes(config), config.quantization, torch.float32)
         for panel in ("reference", "optimized"):
@@ -165,6 +165,7 @@ def test_names_are_matched_by_parts() -> None:
         pytest.param("fp8-block", marks=pytest.mark.full),
         pytest.param("int8", marks=pytest.mark.full),
         pytest.param("int4", marks=pytest.mark.full),
+        "nvfp4",
     ],
 )
 def test_both_panels_have_the_same_tokens(method: str, tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_latent_attention_takes_dequantized_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int8", "int4"])
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int8", "int4", "nvfp4"])
 def test_answers_on_a_gpu(method: str) -> None:
     """In CUDA graphs, one request and many, short prompts and one of many tokens."""
     llm = LLM("tiny-dense", quantization=method, device="cuda", panel="optimized", max_total_tokens=16_384)
