@@ -37,7 +37,7 @@ FAST = (
     ("sm_90", "local-t5"),
     ("sm_90", "linear_attention-bf16"),
     ("sm_90", "quantized_experts-mxfp4-t512"),
-    ("sm_80", "quantized_experts-nvfp4-t4"),
+    ("sm_80", "quantized-nvfp4-t64-fp16"),
     ("sm_90", "quantized-nvfp4-t1-bf16"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),
     ("sm_80", "quantized-fp8-t64-fp16"),

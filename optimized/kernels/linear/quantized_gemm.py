@@ -219,7 +219,8 @@ def quantized_gemm(
 ) -> None:
     """y [num_tokens, out] = x̂ @ ŵᵀ + bias + residual, rounded once; y may be the residual. weight, scale and
     zero, or weight_global: as in QuantScheme.tensors. `can_compute` must hold."""
-    is_scaled = isinstance(x, QuantizedInput)
+    is_scaled, is_nvfp4 = isinstance(x, QuantizedInput), scheme.weight_type == "nvfp4"
+    scale = scale.view(torch.uint8) if is_nvfp4 else scale  # GPUs before sm_89 have no type for e4m3
     values, dtype = (x.q, x.dtype) if isinstance(x, QuantizedInput) else (x, x.dtype)
     x_scale = x.scale if isinstance(x, QuantizedInput) else scale
     num_tokens, size = values.shape
@@ -228,13 +229,12 @@ def quantized_gemm(
     assert values.stride(1) == weight.stride(1) == scale.stride(1) == y.stride(1) == 1
     if num_tokens == 0:
         return
-    is_nvfp4, is_fp8 = scheme.weight_type == "nvfp4", scheme.weight_type == "fp8"
+    is_fp8 = scheme.weight_type == "fp8"
     gpu = gpu_of(values.device)
     x_bytes = values.itemsize * (2 if scheme.is_packed else 1)
     planned = tile or plan(num_tokens, out, scheme, size)
     chosen = planned.fitted(x_bytes, gpu, dtype == torch.float32 and not is_scaled)
     group = scheme.group_size if scale.shape[1] > 1 and not is_nvfp4 else 0
-    scale = scale.view(torch.uint8) if is_nvfp4 else scale
     x_group = scheme.group_size if scheme.inputs == "group" and x_scale.shape[-1] > 1 else 0
     native = has_fp8(values.device)
     multiply_fp8 = is_fp8 and is_scaled and native and dtype in HALF_TYPES
