@@ -44,10 +44,8 @@ class QuantizedExperts(Interface):
             return self.runner.run(x, topk)
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
-        is_nvfp4 = self.scheme.weight_type == "nvfp4"
-        zeros = (self.w13_global, self.w2_global) if is_nvfp4 else (self.w13_zero, self.w2_zero)
-        w13 = ExpertWeights(self.w13, self.w13_scale, zeros[0], self.b13)
-        w2 = ExpertWeights(self.w2, self.w2_scale, zeros[1], self.b2)
+        w13 = ExpertWeights(*self.tensors_of("w13"), self.b13)
+        w2 = ExpertWeights(*self.tensors_of("w2"), self.b2)
         if self._uses_gemv(len(x)):
             return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
         num_pairs = FIXED_PAIRS * len(self.w13) if self.is_deterministic else ids.numel()

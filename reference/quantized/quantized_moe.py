@@ -30,8 +30,7 @@ class QuantizedExperts(Interface):
 
     def _linear(self, x: torch.Tensor, name: str, bias: torch.Tensor | None, expert_id: int) -> torch.Tensor:
         """float32 [num_tokens, out] of one expert's w13 or w2."""
-        zero = "_global" if self.scheme.weight_type == "nvfp4" else "_zero"
-        parts = (getattr(self, name + suffix) for suffix in ("", "_scale", zero))
+        parts = self.tensors_of(name)
         values: Any = (None if part is None else part[expert_id] for part in parts)
         weight, scale, zero = values
         weight = dequantize(weight, scale, zero, self.scheme)

@@ -65,6 +65,11 @@ class QuantizedExperts(FusedExperts, ABC):
             self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
             self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
 
+    def tensors_of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Weight and scale of "w13" or "w2", and its zero points or global scales."""
+        weight, scale, zero, both = (getattr(self, name + suffix) for suffix in SUFFIXES.values())
+        return weight, scale, both if zero is None else zero
+
     def weight_views(self) -> dict[str, torch.Tensor]:
         """The tensors of each expert and matrix: "3.gate_proj.weight_scale" -> a view of a parameter."""
         views: dict[str, torch.Tensor] = {}

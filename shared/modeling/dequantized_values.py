@@ -16,8 +16,7 @@ INT8_STEPS = 127.5  # half of the range from -128 to 127
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]. `zero`: weight_zero or
-    weight_global."""
+    """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]."""
     if not scheme.is_packed:
         size = weight.shape[-1]
         by_input = scale.repeat_interleave(scheme.group_size or size, dim=-1)[..., :size]
@@ -28,14 +27,19 @@ def dequantize(
         values = torch.tensor(FP4_VALUES, device=q.device)[q.int()]
         return torch.ldexp(values, scale[..., None].int() - MXFP4_BIAS).flatten(-2)
     if scheme.weight_type == "nvfp4":
-        assert zero is not None
-        scale = scale.float() * zero[..., :1] / zero[..., 1:]
+        scale = _with_global(scale, zero)
         return (torch.tensor(FP4_VALUES, device=q.device)[q.int()] * scale[..., None]).flatten(-2)
     zeros = INT4_ZERO if zero is None else zero[..., None].to(torch.float32)
     return ((q.to(torch.float32) - zeros) * scale[..., None]).flatten(-2)
 
 
 # --8<-- [end:dequantize]
+
+
+def _with_global(scale: torch.Tensor, both: torch.Tensor | None) -> torch.Tensor:
+    """Scales of NVFP4 by group and by layer, float32. both: weight_global."""
+    assert both is not None
+    return scale.float() * both[..., :1] / both[..., 1:]
 
 
 # --8<-- [start:dequantized-input]
