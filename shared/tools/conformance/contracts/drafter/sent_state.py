@@ -78,7 +78,7 @@ def buffers_of(drafter: Any) -> list[torch.Tensor]:
     tuple(
         setting
         for setting in SETTINGS
-        if (setting.algorithm, setting.chunk) in {("standalone", 12), ("eagle3", 16)}
+        if (setting.algorithm, setting.chunk) in {("standalone", 12), ("eagle3", 16), ("dflash", 12)}
     ),
 )
 def state_from_another_engine(impl: Any, case: Setting) -> None:
