@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from diptych.optimized.kernels.moe.moe_act import GELU
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.moe.moe_combine import combine
 from diptych.optimized.kernels.moe.moe_gemm import down_gemm, up_gemm
@@ -52,7 +53,8 @@ class FusedExperts(ExpertModules):
         num_experts, hidden_size, intermediate_size = self.w2.shape
         shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
         up, down = plan(shape, x.shape[0], x.dtype, x.device, self.is_deterministic)
-        b13, b2, limit = self.b13, self.b2, self.swiglu_limit
+        b13, b2 = self.b13, self.b2
+        limit = GELU if self.hidden_act == "gelu_tanh" else self.swiglu_limit
         if isinstance(up, GemvTile) and isinstance(down, GemvTile):
             return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down), b13, b2, limit)
         assert not isinstance(up, GemvTile)

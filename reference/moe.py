@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 
-from diptych.reference.layers import MLP, Linear, SiluAndMul
+from diptych.reference.layers import MLP, GeluTanhAndMul, Linear, SiluAndMul
 from diptych.shared.config import MoEConfig
 from diptych.shared.interfaces import moe as interface
 from diptych.shared.interfaces.moe import TopKOutput
@@ -52,7 +54,7 @@ class TopK(interface.TopK):
 
 
 class FusedExperts(ExpertModules):
-    silu_class = SiluAndMul
+    act_classes = MappingProxyType({"silu": SiluAndMul, "gelu_tanh": GeluTanhAndMul})
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:

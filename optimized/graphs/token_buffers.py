@@ -49,7 +49,8 @@ def flops_per_token(model: ModelConfig) -> int:
     heads = max((layer.num_qo_heads + layer.num_kv_heads) * layer.head_dim for layer in layers)
     mlp = max(layer.intermediate_size for layer in layers)
     if model.moe is not None:
-        mlp = model.moe.num_experts_per_tok * model.moe.intermediate_size + model.moe.shared_intermediate_size
+        mlp = mlp if model.moe.beside_mlp else model.moe.shared_intermediate_size
+        mlp += model.moe.num_experts_per_tok * model.moe.intermediate_size
     return 2 * model.hidden_size * (2 * heads + 3 * mlp)
 
 

@@ -30,9 +30,13 @@ class GemmaDecoderLayer(DecoderLayer):
             residual, heads = residual[attention.rows], heads[attention.rows]
         added = self.post_self_attn_layernorm(self.tp.all_reduce(self.self_attn.o_proj(heads)))
         normed, residual = self.pre_feedforward_layernorm.add_and_norm(added, residual)
-        added = self.tp.all_reduce(self.mlp(normed))
+        added = self.feed_forward(residual, normed)
         return Stream(residual, self.post_feedforward_layernorm(added))
         # --8<-- [end:four-norms]
+
+    def feed_forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """x: the residual stream."""
+        return self.tp.all_reduce(self.mlp(normed))
 
 
 class GemmaForCausalLM(GemmaEnds, DecoderForCausalLM):

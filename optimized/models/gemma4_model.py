@@ -55,6 +55,9 @@ class Gemma4DecoderLayer(LayerInput, GemmaDecoderLayer):
     attention_class: Any = Gemma4Attention
     linear_class = Linear
 
+    def feed_forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return self.add_experts(x, super().feed_forward(x, normed))
+
     def forward(self, x: Stream, positions: torch.Tensor, attention: BatchAttention) -> Stream:
         total = super().forward(x, positions, attention).total()
         rows = attention.rows if self.is_last else None

@@ -108,6 +108,12 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device, dty
         return
     if config.deterministic:
         raise ValueError(f"deterministic=True works with moe_runner_backend {' or '.join(OWN)}, not {name}")
+    acts = {getattr(experts, "hidden_act", "silu") for experts in layers} - {"silu"}
+    if acts:
+        raise ValueError(
+            f"moe_runner_backend={name} computes silu(gate) * up, and the model's experts have "
+            f"{acts.pop()}; choose triton"
+        )
     runner_class = find_runner(name, dispatch, device)
     if NEEDS[name].note:
         print(f"moe_runner_backend={name}: {NEEDS[name].note}", file=sys.stderr, flush=True)

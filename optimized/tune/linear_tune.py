@@ -43,7 +43,7 @@ def decoder_shapes_of(config: ModelConfig) -> list[LinearShape]:
         LinearShape((config.num_qo_heads + 2 * config.num_kv_heads) * dim, hidden),
         LinearShape(hidden, config.num_qo_heads * dim, added=True),
     ]
-    if len(config.moe_layers) < config.num_hidden_layers:
+    if len(config.moe_layers) < config.num_hidden_layers or (config.moe and config.moe.beside_mlp):
         shapes += [LinearShape(2 * inter, hidden, gated=True), LinearShape(hidden, inter, added=True)]
     return shapes
 

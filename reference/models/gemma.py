@@ -21,9 +21,13 @@ class GemmaDecoderLayer(DecoderLayer):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         heads = self.tp.all_reduce(self.self_attn(self.input_layernorm(x), positions, attention))
         x = x + self.post_self_attn_layernorm(heads)
-        hidden = self.tp.all_reduce(self.mlp(self.pre_feedforward_layernorm(x)))
+        hidden = self.feed_forward(x, self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(hidden)
         # --8<-- [end:four-norms]
+
+    def feed_forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """x: the residual stream."""
+        return self.tp.all_reduce(self.mlp(normed))
 
 
 class GemmaForCausalLM(GemmaEnds, DecoderForCausalLM):

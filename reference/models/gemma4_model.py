@@ -50,6 +50,9 @@ class Gemma4DecoderLayer(LayerInput, GemmaDecoderLayer):
     attention_class: Any = Gemma4Attention
     linear_class = Linear
 
+    def feed_forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return self.add_experts(x, super().feed_forward(x, normed))
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         return self.add_layer_input(super().forward(x, positions, attention), attention)
 

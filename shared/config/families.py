@@ -152,7 +152,8 @@ FAMILIES = {
         local_rope_theta=10_000.0,
         windows=Windows("all but every nth", default=4096, every=6),
     ),
-    # two sizes of heads, V from the projection of K, KV of earlier layers, embeddings of each layer
+    # two sizes of heads, V from the projection of K, KV of earlier layers, embeddings of each layer, experts
+    # beside the MLP
     "Gemma4ForCausalLM": replace(
         _GEMMA,
         decoder="gemma4",
@@ -161,6 +162,10 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         windows=Windows("all but every nth", default=512, every=6),
+        names=(
+            *_NORM_BEHIND_ATTENTION,
+            *((".experts.", ".moe.experts."), (".router.proj.", ".moe.gate."), (".router.", ".moe.")),
+        ),
         more=with_gemma4,
     ),
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer

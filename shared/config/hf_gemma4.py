@@ -7,14 +7,10 @@ from typing import Any
 
 from diptych.shared.config.fields import Fields
 from diptych.shared.config.hf_rope import parse_rope
-from diptych.shared.config.model import KVHeads, ModelConfig
+from diptych.shared.config.model import KVHeads, ModelConfig, MoEConfig
 
 
 def with_gemma4(config: ModelConfig, fields: Fields) -> ModelConfig:
-    if fields.boolean("enable_moe_block", default=False):
-        raise ValueError(
-            f"{fields.where}: enable_moe_block is true; supported are Gemma-4's models without experts"
-        )
     # The last layer sees all tokens, whatever layer_types says.
     config = replace(config, sliding_windows=(*config.sliding_windows[:-1], -1), attn_scale=1.0)
     is_full = [window < 0 for window in config.sliding_windows]
@@ -33,8 +29,11 @@ def with_gemma4(config: ModelConfig, fields: Fields) -> ModelConfig:
     is_wide = fields.boolean("use_double_wide_mlp", default=False)
     sizes += [config.intermediate_size * (2 if is_wide else 1)] * num_shared
     has_equal_kv = fields.boolean("attention_k_eq_v", default=False)
+    moe = _experts(config, fields) if fields.boolean("enable_moe_block", default=False) else None
     return replace(
         config,
+        moe=moe,
+        moe_layers=frozenset(range(config.num_hidden_layers) if moe is not None else ()),
         rope=parse_rope(fields, full_dims.pop(), config.rope.theta, True, 0.25, "proportional"),
         kv_heads=kv_heads,
         k_eq_v_layers=frozenset(i for i in range(num_own) if has_equal_kv and is_full[i]),
@@ -42,6 +41,21 @@ def with_gemma4(config: ModelConfig, fields: Fields) -> ModelConfig:
         intermediate_sizes=tuple(sizes),
         layer_scalar=True,
         layer_input_size=_layer_input_size(config, fields),
+    )
+
+
+def _experts(config: ModelConfig, fields: Fields) -> MoEConfig:
+    """The experts that each layer has beside its MLP."""
+    num_experts, num_chosen = fields.integer("num_experts"), fields.integer("top_k_experts")
+    if num_chosen > num_experts:
+        raise ValueError(f"{fields.where}: top_k_experts ({num_chosen}) exceeds num_experts ({num_experts})")
+    return MoEConfig(
+        num_experts,
+        num_chosen,
+        fields.integer("moe_intermediate_size"),
+        norm_topk_prob=True,
+        hidden_act=config.hidden_act,
+        beside_mlp=True,
     )
 
 

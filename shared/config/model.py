@@ -13,6 +13,8 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 HiddenAct = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "both", "after"]
 """Of the norms of attention and of the MLP."""
+EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+"""Gemma-4: behind the MLP, and before and behind the experts beside it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class MoEConfig:
     bias: bool = False  # GPT-OSS: the router and both matrices of an expert have biases
     swiglu_limit: float = 0.0  # GPT-OSS: experts have a clamped SwiGLU; 0: plain SwiGLU
     num_local_experts: int | None = None  # expert parallelism: those that a rank has; None: all
+    hidden_act: HiddenAct = "silu"  # of the experts
+    beside_mlp: bool = False  # Gemma-4: their layers have an MLP, too
 
     def __post_init__(self) -> None:
         if self.num_experts % self.num_expert_groups != 0:

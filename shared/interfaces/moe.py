@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diptych.shared.config import MoEConfig
+from diptych.shared.config.model import HiddenAct
 
 
 class TopKOutput(NamedTuple):
@@ -47,7 +48,8 @@ class FusedExperts(nn.Module, ABC):
     hidden].
     y[t] = sum over j of topk_weights[t, j] * (w2[e] @ act + b2[e]), e = topk_ids[t, j], the weight applied in
     float32 before the sum. (gate, up) = w13[e] @ x[t] + b13[e], and act = silu(gate) * up, or with a
-    `swiglu_limit` c: gate is at most c, up between -c and c, act = gate * sigmoid(1.702 gate) * (up + 1).
+    `swiglu_limit` c: gate is at most c, up between -c and c, act = gate * sigmoid(1.702 gate) * (up + 1). Or
+    with `hidden_act` "gelu_tanh" act = gelu(gate) * up, by GeluTanhAndMul's gelu, without a limit.
     An id of -1 contributes nothing; a token whose ids are all -1 gets zeros. Experts without tokens cost
     nothing that matters.
     """
@@ -57,6 +59,7 @@ class FusedExperts(nn.Module, ABC):
     b13: nn.Parameter | None
     b2: nn.Parameter | None
     swiglu_limit: float
+    hidden_act: HiddenAct = "silu"
 
     @abstractmethod
     def __init__(
@@ -66,10 +69,11 @@ class FusedExperts(nn.Module, ABC):
         intermediate_size: int,
         bias: bool = False,
         swiglu_limit: float = 0.0,
+        hidden_act: HiddenAct = "silu",
     ) -> None:
         super().__init__()
         self.b13 = self.b2 = None
-        self.swiglu_limit = swiglu_limit
+        self.swiglu_limit, self.hidden_act = swiglu_limit, hidden_act
 
     @abstractmethod
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -99,8 +103,8 @@ class MoE(nn.Module, ABC):
     With expert parallelism `experts` are the config's num_local_experts, and `expert_parallel.run` stands for
     a call of `experts`: all ranks call `forward`.
 
-    A class that cannot do what the config asks for (`bias`, `swiglu_limit`) raises `ValueError` when it is
-    made.
+    A class that cannot do what the config asks for (`bias`, `swiglu_limit`, `hidden_act`) raises `ValueError`
+    when it is made.
     """
 
     topk: TopK

@@ -201,7 +201,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         if config.dp_attention:  # of the tokens of all ranks, which are gathered, as their outputs are
             routed = config.dp * (routed + 2 * model.hidden_size)
         routed += 3 * model.moe.shared_intermediate_size
-        mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
+        has_mlp = model.moe.beside_mlp or len(model.moe_layers) < model.num_hidden_layers
+        mlp = max(routed, mlp if has_mlp else 0)
     # Residual, norm, result, and a norm's float32; the larger of attention and MLP, which are never live
     # together.
     linear, chunks = linear_bytes(model.linear_attention, dtype)

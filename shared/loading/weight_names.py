@@ -19,7 +19,7 @@ import torch
 from diptych.shared.config import MLAConfig, ModelConfig, MoEConfig
 from diptych.shared.config.families import FAMILIES, GROUPED, Family
 from diptych.shared.config.hf_multimodal import language_name
-from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.config.model import EXPERT_NORMS, LinearAttentionConfig
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -37,7 +37,7 @@ KV_SCALE = re.compile(
 )
 _OF_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.\w+")
 _OF_ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.")
-_PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_PACKED = re.compile(r"(model\.layers\.\d+\.(?:mlp|moe)\.experts)\.(gate_up_proj|down_proj)")
 
 
 class WeightPart(NamedTuple):
@@ -277,6 +277,11 @@ class _Shapes(dict[str, tuple[int, ...]]):
             self.mlp(f"{name}.shared_experts", moe.shared_intermediate_size)
             if moe.shared_expert_gate:
                 self.linear(f"{name}.shared_expert_gate", 1, self.config.hidden_size)
+        if moe.beside_mlp:
+            self[f"{name}.scale"] = (self.config.hidden_size,)
+            self[f"{name}.per_expert_scale"] = (moe.num_experts,)
+            for norm in EXPERT_NORMS:
+                self[f"{name.removesuffix('.moe')}.{norm}.weight"] = (self.config.hidden_size,)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -291,9 +296,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         else:
             shapes.attention(f"{layer}.self_attn", config.projections(layer_id))
         shapes |= {f"{layer}.{norm}.weight": (config.hidden_size,) for norm in config.layer_norms}
-        if config.moe is not None and layer_id in config.moe_layers:
-            shapes.experts(f"{layer}.mlp", config.moe)
-        else:
+        moe = config.moe if layer_id in config.moe_layers else None
+        if moe is not None:
+            shapes.experts(f"{layer}.moe" if moe.beside_mlp else f"{layer}.mlp", moe)
+        if moe is None or moe.beside_mlp:
             shapes.mlp(f"{layer}.mlp", shapes.config.intermediate_size, config.mlp_bias)
         if config.layer_scalar:
             shapes.layer_input(layer, config.layer_input_size)

@@ -91,8 +91,9 @@ class LayerModules(nn.Module):
             self.self_attn = attention(config, layer_id, layers, rotary_emb)
             self.self_attn.tp = tp
         self.mlp: Any
-        if config.moe is not None and layer_id in config.moe_layers:
-            self.mlp = moe(config.moe, config.hidden_size)
+        experts = config.moe if layer_id in config.moe_layers else None
+        if experts is not None and not experts.beside_mlp:
+            self.mlp = moe(experts, config.hidden_size)
         else:
             act_fn = act_fn_class(config, layers)
             self.mlp = self.mlp_class(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)

@@ -1,4 +1,5 @@
-"""What Gemma-4's layers have beside Gemma-3's: an input of each token for each layer, and a factor."""
+"""What Gemma-4's layers have beside Gemma-3's: an input of each token for each layer, a factor, and in some
+models experts."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.config.model import EXPERT_NORMS
 from diptych.shared.interfaces.attention import BatchAttention
-from diptych.shared.interfaces.layers import Layers
+from diptych.shared.interfaces.layers import Layers, RMSNorm
 from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.moe import MoE
 from diptych.shared.modeling.decoder_modules import LayerModules, act_fn_class, norm_class
 
 
@@ -19,9 +23,24 @@ class LayerInput(LayerModules):
     """Before the class of a panel's layer."""
 
     linear_class: type[nn.Module]
+    post_feedforward_layernorm_1: RMSNorm  # with experts, as the next two
+    pre_feedforward_layernorm_2: RMSNorm
+    post_feedforward_layernorm_2: RMSNorm
 
-    def __init__(self, config: ModelConfig, layer_id: int, layers: Layers, *more: Any) -> None:
-        super().__init__(config, layer_id, layers, *more)
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, moe: type[MoE], *more: Any
+    ) -> None:
+        super().__init__(config, layer_id, layers, moe, *more)
+        self.moe: Any = None
+        if config.moe is not None:
+            self.moe = moe(config.moe, config.hidden_size)
+            if self.moe.experts.hidden_act != config.moe.hidden_act:
+                raise ValueError(f"{moe.__name__}: its experts have no hidden_act={config.moe.hidden_act}")
+            self.moe.eps = config.rms_norm_eps
+            for name, num in (("scale", config.hidden_size), ("per_expert_scale", config.moe.num_experts)):
+                setattr(self.moe, name, nn.Parameter(torch.empty(num), requires_grad=False))
+            for name in EXPERT_NORMS:
+                setattr(self, name, norm_class(config, layers)(config.hidden_size, config.rms_norm_eps))
         self.layer_id, size = layer_id, config.layer_input_size
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
         self.per_layer_input_gate: Any = None
@@ -32,6 +51,21 @@ class LayerInput(LayerModules):
             self.post_per_layer_input_norm = norm_class(config, layers)(
                 config.hidden_size, config.rms_norm_eps
             )
+
+    # --8<-- [start:experts-beside-mlp]
+    def add_experts(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """x: the residual stream, which router and experts read. hidden: from the MLP."""
+        moe = self.moe
+        if moe is None:
+            return hidden
+        router_x = F.rms_norm(x, x.shape[-1:], eps=moe.eps) * moe.scale * x.shape[-1] ** -0.5
+        topk = moe.topk(moe.gate(router_x))
+        weights = topk.topk_weights * moe.per_expert_scale.float()[topk.topk_ids.long()]
+        normed: torch.Tensor = self.pre_feedforward_layernorm_2(x)
+        routed = moe.experts(normed, topk._replace(topk_weights=weights))
+        added: torch.Tensor = self.post_feedforward_layernorm_2(routed)
+        return added + self.post_feedforward_layernorm_1(hidden)
+        # --8<-- [end:experts-beside-mlp]
 
     # --8<-- [start:layer-input]
     def add_layer_input(

@@ -4,19 +4,23 @@ layers."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from diptych.shared.config import MoEConfig
+from diptych.shared.config.model import HiddenAct
 from diptych.shared.interfaces import moe as interface
 
 
 class ExpertModules(interface.FusedExperts):
     """Routed experts whose weights are not quantized."""
 
-    silu_class: type[nn.Module] | None = None  # None: the panel computes activations without `act_fn`
+    # By `hidden_act`; (): the panel computes activations without `act_fn`.
+    act_classes: Mapping[str, type[nn.Module]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -25,8 +29,9 @@ class ExpertModules(interface.FusedExperts):
         intermediate_size: int,
         bias: bool = False,
         swiglu_limit: float = 0.0,
+        hidden_act: HiddenAct = "silu",
     ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
+        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit, hidden_act)
         w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         w2 = torch.empty(num_experts, hidden_size, intermediate_size)
         self.w13 = nn.Parameter(w13, requires_grad=False)
@@ -34,8 +39,9 @@ class ExpertModules(interface.FusedExperts):
         if bias:
             self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
             self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
-        if self.silu_class is not None:
-            self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else self.silu_class()
+        if self.act_classes:
+            is_clamped = swiglu_limit > 0
+            self.act_fn = ClampedSwiGLU(swiglu_limit) if is_clamped else self.act_classes[hidden_act]()
 
 
 class MoEModules(interface.MoE):
@@ -51,8 +57,9 @@ class MoEModules(interface.MoE):
         self.weight_on_input = config.weight_on_input
         num_experts = config.num_local_experts or config.num_experts
         self.experts = self.experts_class(
-            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
-        )
+            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit,
+            **({} if config.hidden_act == "silu" else {"hidden_act": config.hidden_act}),
+        )  # fmt: skip
         self.correction_bias: nn.Parameter | None = None
         if config.routing == "biased-grouped":
             bias = torch.empty(config.num_experts, dtype=torch.float32)

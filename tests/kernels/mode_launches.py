@@ -63,10 +63,10 @@ def mla(
 
 
 def lora(rank: int, dtype: torch.dtype) -> None:
-    """q, k and v of an 8B model, and its last layer of the MLP."""
+    """q, k and v of an 8B model, its last layer of the MLP, and the projections of gated DeltaNet."""
     num_rows, num_slots = 64, 8
     blocks = align(torch.empty(num_rows, 1, dtype=torch.int32), num_slots, BLOCK_M)
-    for size, sizes in ((4096, (4096, 1024, 1024)), (12288, (4096,))):
+    for size, sizes in ((4096, (4096, 1024, 1024)), (12288, (4096,)), (2048, (8192, 4096, 32, 32))):
         x, y = torch.empty(num_rows, size, dtype=dtype), torch.empty(num_rows, sum(sizes), dtype=dtype)
         a = torch.empty(num_slots, len(sizes), rank, size, dtype=dtype)
         b = torch.empty(num_slots, sum(sizes), rank, dtype=dtype)

@@ -24,7 +24,8 @@ FAMILIES = (
     *("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm"),
     *("granite", "olmo3", "minimax-m2"),
 )
-WITHOUT_DRAFTS, FAST = ("gemma4", "gemma4-k-eq-v"), ("gemma2", "gpt-oss", "llama4", "gemma4", "olmo3")
+WITHOUT_DRAFTS = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
+FAST = ("gemma2", "gpt-oss", "llama4", "gemma4", "gemma4-moe", "olmo3")
 SETTINGS = [  # the fast cut has some
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)

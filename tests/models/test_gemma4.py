@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_harness import build_model, hf_greedy, random_hf_model
+from model_harness import build_model, greedy, hf_greedy, random_hf_model
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
+from diptych.optimized.moe import MoE as OptimizedMoE
+from diptych.reference.layers import SiluAndMul
+from diptych.reference.models.gemma4_model import Gemma4DecoderLayer
+from diptych.reference.moe import MoE
 from diptych.shared import registry
 from diptych.shared.config import ModelConfig, parse_config
 from diptych.shared.engine.llm import LLM
@@ -20,11 +24,17 @@ from diptych.shared.interfaces import CausalLM
 from diptych.shared.loading.kv_sizing import kv_bytes_per_token
 from diptych.shared.loading.weights import dummy_weights
 from diptych.shared.modeling.kv_pool import build_kv_pool
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 from diptych.shared.types.attention import FP8
+from tests.changed_modules import Change
+from tests.planted import Bug, Bugs, Words
 
-SHARED, EQUAL = CONFIGS["gemma4"], CONFIGS["gemma4-k-eq-v"]
+EXERCISES = Path(__file__).parents[2] / "docs" / "exercises"
+SHARED, EQUAL, EXPERTS = CONFIGS["gemma4"], CONFIGS["gemma4-k-eq-v"], CONFIGS["gemma4-moe"]
 PROMPT = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(2)).tolist()
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -117,6 +127,55 @@ def logits(config: ModelConfig, model: CausalLM) -> torch.Tensor:
     return ModelSession(model).step({0: PROMPT})[0]
 
 
+BUGS = Bugs("experts of Gemma 4")
+_MODULES = "shared.modeling.gemma4_modules"
+for _name, _before, _after in (
+    ("NoScale", "eps=moe.eps) * moe.scale *", "eps=moe.eps) *"),
+    ("NoScaleOfExperts", "* moe.per_expert_scale.float()[topk.topk_ids.long()]", "* 1.0"),
+    ("RouterReadsTheNorm", "moe.topk(moe.gate(router_x))", "moe.topk(moe.gate(x))"),
+    ("ExpertsReadTheStream", "moe.experts(normed, ", "moe.experts(x, "),
+    ("NormsSwapped", "feedforward_layernorm_2(routed)", "feedforward_layernorm_1(routed)"),
+):
+    BUGS.add(_name, Words(f"{_MODULES}:LayerInput", (Change(_MODULES, _before, _after),)))
+BUGS.add("Silu", SiluAndMul, where="act_fn")
+
+
+@BUGS.found_by(honest=True)
+def test_each_part_of_the_experts_counts(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> bool:
+    hf_model = random_hf_model(EXPERTS)
+    model = build_model(parse_config(EXPERTS))
+    model.load_weights(hf_model.state_dict().items())
+    if bug.name == "Silu":
+        for layer in model.model.layers:
+            layer.moe.experts.act_fn = SiluAndMul()
+    elif bug.plant is not None:
+        monkeypatch.setattr(Gemma4DecoderLayer, "add_experts", bug.planted.add_experts)
+    found, expected = greedy(model, PROMPT, 1)[1], hf_greedy(hf_model, PROMPT, 1)[1]
+    return bool((found - expected).abs().max() > 1e-3)  # the right model is within 1e-4
+
+
+def test_experts_without_gelu_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    use = {"moe": f"{EXERCISES / 'my_moe.py'}:MoE"}
+    with pytest.raises(ValueError, match="MoE: its experts have no hidden_act=gelu_tanh"):
+        engine(tmp_path, load_format="dummy", use=use)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 70])
+def test_experts_with_gelu(num_tokens: int) -> None:
+    """The kernels of the optimized panel: pair by pair, and in blocks."""
+    config = parse_config(EXPERTS).moe
+    assert config is not None
+    inputs, ours, other = Inputs(0), MoE(config, 64), OptimizedMoE(config, 64)
+    inputs.fill_(ours)
+    other.load_state_dict(ours.state_dict())
+    x = inputs.normal(num_tokens, 64)
+    expect_close("y", other(x), ours(x), tolerance("moe", torch.float32))
+    silu = MoE(replace(config, hidden_act="silu"), 64)
+    silu.load_state_dict(ours.state_dict())
+    assert (silu(x) - ours(x)).abs().max() > 1e-2
+
+
 def test_each_part_of_a_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of the right model, which has the parity of the other families, are not those of wrong ones."""
     config = parse_config(SHARED)
@@ -146,7 +205,8 @@ def test_each_part_of_a_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
-        (SHARED, {"enable_moe_block": True}, "enable_moe_block is true; supported are"),
+        (SHARED, {"enable_moe_block": True}, "num_experts is missing"),
+        (EXPERTS, {"top_k_experts": 7}, r"top_k_experts \(7\) exceeds num_experts \(6\)"),
         (SHARED, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         (SHARED, {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input is 300; .* 331"),
         (SHARED, {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 of 6 layers"),
