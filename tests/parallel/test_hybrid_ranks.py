@@ -13,7 +13,7 @@ from diptych.optimized.kernels.portable import INTERPRETED
 from diptych.shared.config import EngineConfig, parse_config
 from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.interfaces import Collectives
-from diptych.shared.loading.shards import shard_config
+from diptych.shared.loading.shards import Shards, shard_config
 from diptych.shared.scheduling import state_checkpoints
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
@@ -148,6 +148,15 @@ def test_a_wrong_cut_is_another_answer(bug: Bug, tmp_path: Path, monkeypatch: py
     bug.plant_in(monkeypatch)
     found = on_ranks(2, lambda tp: ask(config.updated(tp=2), PROMPTS[:1], tp))
     return found[0][1] != pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_the_parts_of_all_ranks_are_the_whole() -> None:
+    whole = parse_config(FAMILIES["qwen3.5"])
+    assert whole.linear_attention is not None
+    rows = torch.arange(whole.linear_attention.num_channels)  # 24 of q, 24 of k, 120 of v
+    parts = [Shards(whole, r, 2).cut("model.layers.0.linear_attn.conv1d.weight", rows) for r in range(2)]
+    assert parts[0].tolist() == [*range(12), *range(24, 36), *range(48, 108)]
+    assert torch.equal(torch.cat(parts).sort().values, rows)
 
 
 @pytest.mark.parametrize(
