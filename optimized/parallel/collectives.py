@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from diptych.optimized.kernels.collectives.one_shot_all_reduce import OneShotAllReduce
     from diptych.shared.interfaces import RMSNorm
+
+T = TypeVar("T")
 
 
 class Collectives(interface.Collectives):
@@ -52,7 +54,7 @@ class Collectives(interface.Collectives):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_reduce", self.name, x)
         if self._takes_one_shot(x) and self._one_shot is not None:
-            return self._one_shot(x.contiguous())
+            return self._launched(self._one_shot(x.contiguous()))
         total = x.clone(memory_format=torch.contiguous_format)
         self._finish(x, "allreduce", [total])
         return total
@@ -69,7 +71,8 @@ class Collectives(interface.Collectives):
             return super().all_reduce_add_and_norm(x, residual, norm)
         self.log.add("all_reduce_add_and_norm", self.name, x)
         is_gemma = isinstance(norm, GemmaRMSNorm)
-        return self._one_shot.add_rms_norm(x.contiguous(), residual, norm.weight, norm.eps, is_gemma)
+        normed = self._one_shot.add_rms_norm(x.contiguous(), residual, norm.weight, norm.eps, is_gemma)
+        return self._launched(normed)
 
     def _takes_one_shot(self, x: torch.Tensor, num_times: float = 1) -> bool:
         """As `_is_small`, for tensors that the kernel adds."""
@@ -94,7 +97,7 @@ class Collectives(interface.Collectives):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_gather", self.name, x)
         if x.dtype == torch.int32 and self._is_small(x, 2) and self._one_shot is not None:
-            return self._one_shot.gather(x.contiguous())
+            return self._launched(self._one_shot.gather(x.contiguous()))
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         self._finish(x, "_allgather_base", gathered, x.contiguous())
         return gathered
@@ -102,7 +105,7 @@ class Collectives(interface.Collectives):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("reduce_scatter", self.name, x)
         if self._takes_one_shot(x, 2 / self.size) and self._one_shot is not None:
-            return self._one_shot.reduce_scatter(x.contiguous())
+            return self._launched(self._one_shot.reduce_scatter(x.contiguous()))
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         self._finish(x, "_reduce_scatter_base", part, x.contiguous())
         return part
@@ -143,6 +146,12 @@ class Collectives(interface.Collectives):
     def beside(self, name: str) -> NcclCollectives:
         """Another group of the same ranks, whose operations do not wait for those of this one."""
         return NcclCollectives(self._store, self.rank, self.size, self._limit.total_seconds(), name)
+
+    def _launched(self, result: T) -> T:
+        """The result of a kernel on the current stream, behind which others may be launched."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return result
 
     def _finish(self, x: torch.Tensor, operation: str, *args: object) -> None:
         """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""

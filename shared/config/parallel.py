@@ -46,13 +46,13 @@ def check_parallel_flags(flags: EngineFlags) -> None:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
     if flags.two_batch_tokens:
         num_ranks = flags.dp * flags.tp if flags.dp_attention else flags.tp
-        for name, works in (("tp", num_ranks > 1), ("pp", flags.pp == 1)):
-            if not works:
-                flag = f"two_batch_tokens={flags.two_batch_tokens}"
-                raise ValueError(
-                    f"{flag} does not work with {name}={getattr(flags, name)}: half a batch computes while "
-                    "ranks that have parts of a layer exchange those of the other half"
-                )
+        flag = f"two_batch_tokens={flags.two_batch_tokens}"
+        if num_ranks == 1:
+            raise ValueError(
+                f"{flag} needs several ranks that share layers: tp > 1, or dp > 1 with dp_attention"
+            )
+        if flags.pp > 1:
+            raise ValueError(f"{flag} does not work with pp={flags.pp}; it must be 1")
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:

@@ -24,9 +24,8 @@ class Collectives(ABC):
 
     With one rank every operation returns at once.
 
-    `meanwhile`, where it is given, is called between the start of an operation and the wait for its result;
-    it may run operations of the group, which start in the same order on all ranks. An operation that does not
-    wait need not call it.
+    `meanwhile`, where it is given, is called once in every operation, between its start and the wait for its
+    result; it may run operations of the group, which start in the same order on all ranks.
     """
 
     rank: int

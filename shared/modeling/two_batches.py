@@ -17,7 +17,7 @@ attends to it, because A passes the turn on later, at the first operation behind
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -28,7 +28,6 @@ import torch
 from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
 from diptych.shared.interfaces.model import CausalLM
 from diptych.shared.modeling.forward import run_model
-from diptych.shared.to_device import to_device
 from diptych.shared.types import ForwardBatch, ForwardMode
 
 
@@ -81,38 +80,45 @@ class TwoBatches:
 
 
 def halves_of(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
-    """Cut a prefill batch into two with equally many tokens, or one more in the first."""
+    """Cut a batch into two with equally many tokens, or one more in the first. Every request extends, by one
+    token if it decodes."""
     middle = (batch.num_tokens + 1) // 2
     ends = list(accumulate(batch.extend_seq_lens_cpu))
     cut = bisect_left(ends, middle)  # the request of A's last token
     behind = ends[cut] - middle  # its tokens that are B's
-    lens, totals = batch.extend_seq_lens_cpu, batch.seq_lens_cpu
     start = cut if behind else cut + 1
-    first = [*lens[:cut], lens[cut] - behind], [*totals[:cut], totals[cut] - behind]
-    second = [behind, *lens[cut + 1 :]] if behind else lens[start:], totals[start:]
+    before = batch.extend_seq_lens_cpu[cut] - behind if behind else 0
     return (
-        _part(batch, slice(0, middle), slice(0, cut + 1), *first),
-        _part(batch, slice(middle, None), slice(start, None), *second),
+        _part(batch, slice(0, middle), slice(0, cut + 1), -1, behind, ends_later=True),
+        _part(batch, slice(middle, None), slice(start, None), 0, before, ends_later=False),
     )
 
 
 def _part(
-    batch: ForwardBatch, tokens: slice, rows: slice, extend_seq_lens: Sequence[int], seq_lens: Sequence[int]
+    batch: ForwardBatch, tokens: slice, rows: slice, cut: int, num_others: int, ends_later: bool
 ) -> ForwardBatch:
-    device, rotated_by = batch.input_ids.device, batch.rope_positions
-    lens = to_device(extend_seq_lens, torch.int64, device)
+    """The tokens of these requests, of which the one at `cut` has `num_others` in the other half."""
+    lens, totals = batch.extend_seq_lens[rows].clone(), batch.seq_lens[rows].clone()
+    lens_cpu, totals_cpu = list(batch.extend_seq_lens_cpu[rows]), list(batch.seq_lens_cpu[rows])
+    if num_others:
+        lens[cut] -= num_others
+        lens_cpu[cut] -= num_others
+        if ends_later:
+            totals[cut] -= num_others
+            totals_cpu[cut] -= num_others
+    rotated_by = batch.rope_positions
     return replace(
         batch,
         forward_mode=ForwardMode.EXTEND,
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],
         req_pool_indices=batch.req_pool_indices[rows],
-        seq_lens=to_device(seq_lens, torch.int64, device),
+        seq_lens=totals,
         out_cache_loc=batch.out_cache_loc[tokens],
         extend_seq_lens=lens,
         extend_start_loc=lens.cumsum(0) - lens,
-        seq_lens_cpu=tuple(seq_lens),
-        extend_seq_lens_cpu=tuple(extend_seq_lens),
+        seq_lens_cpu=tuple(totals_cpu),
+        extend_seq_lens_cpu=tuple(lens_cpu),
         rows_cpu=None if batch.rows_cpu is None else batch.rows_cpu[rows],
         input_logprob_rows=None,
         input_logprob_ids=None,

@@ -38,7 +38,8 @@ Half = Callable[[], Any]
 def can_be_cut(batch: ForwardBatch) -> bool:
     """Whether a batch may run as two halves (`diptych.shared.modeling.two_batches`)."""
     given = batch.embeds, batch.custom_mask, batch.tree_mask, batch.num_kept
-    return all(tensor is None for tensor in given)
+    is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+    return not is_verify and all(tensor is None for tensor in given)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from diptych.optimized.layers import RMSNorm
+from diptych.optimized.parallel.collectives import Collectives as OptimizedCollectives
 from diptych.reference.parallel.collectives import Collectives
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
@@ -68,8 +71,12 @@ IN_STEP: list[Any] = [
     MIXED | {"ep": 2},
     {"tp": 2},
     {"speculative": "ngram", "ep": 2},
+    {"speculative": "ngram", "speculative_topk": 1, "ep": 2},
     pytest.param({"panel": "optimized", "ep": 2}, marks=pytest.mark.full),
     pytest.param({"panel": "optimized", "tp": 2} | MIXED, marks=pytest.mark.full),
+    pytest.param(
+        {"panel": "optimized", "speculative": "ngram", "speculative_topk": 1}, marks=pytest.mark.full
+    ),
 ]
 
 
@@ -151,6 +158,20 @@ def test_a_sum_is_under_way_while_the_other_half_computes() -> None:
     assert events[0] == events[1] == ["start", "start", "end", "start", "end", "start", "end", "end"]
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_reduce_add_and_norm"])
+def test_the_kernel_for_small_sums_passes_the_turn_on(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a half whose sums are small would overtake the other one."""
+    small = OptimizedCollectives.__new__(OptimizedCollectives)
+    calls, x = list[str](), torch.ones(2, 2, dtype=torch.int32)
+    small._one_shot = MagicMock(dtypes=(torch.int32,))
+    small.log, small.name, small.size = MagicMock(), "tp", 2
+    small.meanwhile = lambda: calls.append(op)
+    monkeypatch.setattr(OptimizedCollectives, "_is_small", lambda *_: True)
+    norm = RMSNorm(2, 1e-6)
+    getattr(small, op)(x, *([x, norm] if op.endswith("norm") else []))
+    assert calls == [op]
+
+
 def test_one_function_runs_at_a_time_in_inference_mode() -> None:
     turns, order, threads = Turns(), list[str](), set[int]()
 
@@ -191,9 +212,9 @@ def test_an_error_of_one_half_ends_both(failing: int, passes: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tp": 1}, "two_batch_tokens=8 does not work with tp=1"),
+        ({"tp": 1}, "two_batch_tokens=8 needs several ranks"),
         ({"tp": 2, "pp": 2}, "two_batch_tokens=8 does not work with pp=2"),
-        ({"tp": 1, "dp": 2}, "two_batch_tokens=8 does not work with tp=1"),
+        ({"tp": 1, "dp": 2}, "two_batch_tokens=8 needs .*dp > 1 with dp_attention"),
         ({"tp": 2, "two_batch_tokens": 1}, "two_batch_tokens must be an integer >= 2"),
     ],
 )
