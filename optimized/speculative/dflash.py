@@ -44,9 +44,9 @@ class DFlashDrafter(BaseDFlashDrafter):
         next_token_ids: torch.Tensor,
     ) -> None:
         assert hidden_states is not None
-        tell = forward_batch, hidden_states, next_token_ids
-        if not any(of_shape.extend(*tell) for of_shape in self.graphs):
-            self._extend(*tell)
+        given = forward_batch, hidden_states, next_token_ids
+        if not any(of_shape.extend(*given) for of_shape in self.graphs):
+            self._extend(*given)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         """Draft. With a graph, the next draft of the same size overwrites the tree."""

@@ -1,9 +1,10 @@
 """The disk tier: KV pages in files, one for each page, which outlive the engine.
 
-Differs from reference: threads read and write, so no step of the scheduler waits for a disk. A page is
+Differs from reference: threads read and write, so no step of the scheduler waits for a disk, except for
+`remove`, and when all pages are forgotten (a flush, a failed step, NaN). A page is
 written from its memory and read into it, all layers in one system call. Reads do not queue behind writes. At
-most `MAX_QUEUED_BYTES` wait to be written, and a page beyond is left out. A process that ends writes them.
-Loses the queued pages when a process is killed.
+most `MAX_QUEUED_BYTES` wait to be written, and a page beyond is left out. A process that
+ends writes them. Loses the queued pages when a process is killed.
 """
 
 from __future__ import annotations

@@ -198,10 +198,9 @@ class EngineFlags:
     """Takes as much of the computer's memory as so many tokens take of the KV pool. Loading pays where a
     token takes longer to compute than to copy."""
     hicache_dir: str | None = flag(TIERS, None, "Folder of a tier on disk, below the one in memory.")
-    """The reference panel only. Pages of other models, types and adapters in the same folder are never
-    mistaken."""
-    hicache_dir_tokens: int = flag(TIERS, 1_000_000, "Tokens whose KV is kept there.", at_least=1)
-    """The pages that were not used for the longest time are removed."""
+    """Pages of other models, types and adapters in the same folder are never mistaken."""
+    hicache_dir_tokens: int = flag(TIERS, 1_000_000, "Tokens whose KV each engine keeps there.", at_least=1)
+    """Replicas of dp divide them. The pages that were not used for the longest time are removed."""
 
     disable_overlap_schedule: bool = flag(
         SCHEDULING, False, "Process the results of a step before the next step is launched."

@@ -18,8 +18,9 @@ class PageMemory(NamedTuple):
 
 class DiskTier(ABC):
     """Up to `num_pages` pages of `page_num_bytes` bytes in the files of a folder. When there are more, the
-    least recently used leave. Engines may share a folder. KV tells what prompts said: folder and files are
-    open to their owner only.
+    least recently used leave. Engines may share a folder. A key is a SHA-256 in hex; files that are no pages
+    stay. Pages contain information about prompts, so files, and a folder that is made, are open to their
+    owner only.
 
     A page is a copy, so a disk that fails raises no error: the page is not found. A process that ends in the
     middle leaves no file under a page's name that is not whole.

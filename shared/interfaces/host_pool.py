@@ -14,7 +14,7 @@ class HostPool(ABC):
     """Copies of KV, outside of the device: `num_pages` pages of `page_len` tokens, all layers of each. A page
     holds the bits of the KV pool, whatever their type.
 
-    Who owns which page is the caller's business. Calls take effect in their order.
+    The caller assigns pages. Calls take effect in their order.
     """
 
     pools: str = "reference"  # the implementation of `memory_pool` that it is made for

@@ -57,6 +57,9 @@ class SchedulerFeature:
     def has_left(self, req: Req) -> None:
         """The request ends or is retracted. It still owns its memory."""
 
+    def engine_ends(self) -> None:
+        """The engine of a server has been stopped, without an error. The process ends after this."""
+
     def check(self) -> None:
         """Raise `AssertionError` if the state of the feature contradicts itself. Called after a step if
         invariants are checked."""

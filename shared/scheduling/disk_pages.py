@@ -6,6 +6,7 @@ has not begun is cancelled instead.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -17,7 +18,7 @@ from diptych.shared.scheduling.host_pages import MIN_LOADED_TOKENS, HostPages
 from diptych.shared.types import Req
 
 MAX_WAIT_SECONDS = 2.0
-"""A request whose pages have not arrived after this time computes them."""
+"""A request whose pages have not arrived after this time, from its turn to join, computes them."""
 IDLE_SECONDS = 0.01
 """A step waits that long for a page if it has nothing to compute."""
 
@@ -28,7 +29,7 @@ class Asked:
 
     digests: list[str]
     found: Future[int] | None  # how many the tier has; None: their reads have begun
-    deadline: float
+    deadline: float = math.inf  # set when a request could join without them
 
 
 class DiskPages:
@@ -68,7 +69,7 @@ class DiskPages:
         digests = self.host.digests(key.token_ids, key.extra_key)[start // self.host.pool.page_len :]
         missing = [digest for digest in digests if digest not in self.host.pages]
         found = self.tier.find(missing) if missing else None
-        self.asked[req.rid] = Asked(missing, found, time.monotonic() + MAX_WAIT_SECONDS)
+        self.asked[req.rid] = Asked(missing, found)
 
     def has_arrived(self, req: Req, tree: PrefixCache, may_wait: bool) -> bool:
         """Whether the reads for a request have ended. may_wait: nothing else is to do."""
@@ -77,6 +78,7 @@ class DiskPages:
         asked = self.asked.get(req.rid)
         if asked is None or self._has_ended(asked):
             return True
+        asked.deadline = min(asked.deadline, time.monotonic() + MAX_WAIT_SECONDS)
         if may_wait:
             wait(self._pending(asked), IDLE_SECONDS, FIRST_COMPLETED)
         return self._has_ended(asked) or time.monotonic() > asked.deadline
@@ -121,6 +123,10 @@ class DiskPages:
         for future in [*self.writes.values(), *self.reads.values()]:
             future.result()
         self._collect()
+
+    def finish_writes(self) -> None:
+        """Wait for the writes; another thread may go on."""
+        wait([*self.writes.values()])
 
     def stop(self) -> None:
         """Cancel what has not begun, and wait for the rest."""

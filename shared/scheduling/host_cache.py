@@ -142,6 +142,10 @@ class HostLoader(SchedulerFeature):
         if self.host.disk is not None:
             self.host.disk.asked.pop(req.rid, None)
 
+    def engine_ends(self) -> None:
+        if self.host.disk is not None:
+            self.host.disk.finish_writes()
+
     def check(self) -> None:
         self.host.check()
 

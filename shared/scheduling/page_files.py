@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -17,6 +18,8 @@ from typing import BinaryIO
 
 STALE_SECONDS = 3600.0
 """Age of an unfinished file that no process writes any more."""
+_PAGE = re.compile(r"[0-9a-f]{64}\.kv")
+_UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}")
 
 
 def digest_of(key: str, views: Sequence[bytes | memoryview]) -> bytes:
@@ -28,20 +31,22 @@ def digest_of(key: str, views: Sequence[bytes | memoryview]) -> bytes:
 
 
 class PageFiles:
-    """The files of up to `num_pages` pages; a file's name is the page's key. Any thread may call."""
+    """The files of up to `num_pages` pages; a file's name is the page's key, a SHA-256 in hex. Files of other
+    names stay as they are. Any thread may call."""
 
     def __init__(self, folder: str | Path, num_pages: int) -> None:
         self.folder = Path(folder).expanduser()
         self.num_pages = num_pages
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(stat.S_IRWXU)
+        self.folder.mkdir(stat.S_IRWXU, parents=True, exist_ok=True)
         times: dict[Path, float] = {}
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another engine has removed it
-                times[path] = path.stat().st_mtime
-                if path.suffix != ".kv" and times[path] < time.time() - STALE_SECONDS:
+                written = path.stat().st_mtime
+                if _PAGE.fullmatch(path.name):
+                    times[path] = written
+                elif _UNFINISHED.fullmatch(path.name) and written < time.time() - STALE_SECONDS:
                     path.unlink()  # a process ended while it wrote
-        found = sorted((path for path in times if path.suffix == ".kv"), key=lambda path: times[path])
+        found = sorted(times, key=lambda path: times[path])
         self._lock = Lock()
         self._used: OrderedDict[str, None] = OrderedDict((path.stem, None) for path in found)  # oldest first
 
@@ -49,7 +54,10 @@ class PageFiles:
         return self.folder / f"{key}.kv"
 
     def has(self, key: str) -> bool:
-        return self.path(key).exists()
+        try:
+            return self.path(key).exists()
+        except OSError:  # a disk that fails
+            return False
 
     @contextlib.contextmanager
     def new_file(self, key: str) -> Iterator[BinaryIO]:

@@ -160,6 +160,21 @@ def test_the_digest_of_a_model_is_of_all_that_decides_its_kv(tmp_path: Path) -> 
     found.append(host_tier.model_digest(tmp_path, config))
     for changed in ({"dtype": "float32"}, {"random_seed": 1}, {"context_len": 65}):
         found.append(host_tier.model_digest(tmp_path, config.updated(**changed)))
+    code = tmp_path / "mine.py"
+    for choice, text in (("mine:A", ""), ("mine:B", ""), (f"{code}:A", "1"), (f"{code}:A", "2")):
+        code.write_text(text)
+        theirs = config.updated(use={"attention": choice})
+        found.append(host_tier.model_digest(tmp_path, theirs))
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match="no file of weights"):
+        host_tier.model_digest(tmp_path, config)
+    found.append(host_tier.model_digest(tmp_path, config.updated(load_format="dummy")))
+    parts = [tmp_path / f"a-0000{i}-of-00002.gguf" for i in (1, 2)]
+    (tmp_path / "weights.gguf").symlink_to(parts[0])
+    for texts in ("ab", "bb", "ba"):
+        for part, text in zip(parts, texts):
+            part.write_text(text)
+        found.append(host_tier.model_digest(tmp_path, config))
     (tmp_path / "config.json").write_text("[]")
     found.append(host_tier.model_digest(tmp_path, config))
     assert len(set(found)) == len(found)
@@ -351,6 +366,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"disable_radix_cache": True}, "does not work with disable_radix_cache=True"),
         ({"hicache_tokens": 8}, "hicache_tokens=8 is 0 pages of 16 tokens"),
         ({"hicache_tokens": None, "hicache_dir": str(tmp_path)}, "needs hicache_tokens"),
+        ({"hicache_dir": __file__}, f"hicache_dir={__file__}: "),
         ({"speculative": "standalone", "speculative_draft_model": "tiny-dense"}, "the draft model's KV"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -49,6 +49,7 @@ def test_replica_r_of_n_ranks_has_n_gpus(
     replicas = [config_of_replica(config, replica) for replica in range(config.dp)]
     assert [devices_of_ranks(replica) for replica in replicas] == expected
     assert {replica.dp for replica in replicas} == {1}
+    assert {replica.hicache_dir_tokens for replica in replicas} == {config.hicache_dir_tokens // config.dp}
 
 
 @pytest.mark.parametrize(

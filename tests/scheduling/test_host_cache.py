@@ -89,22 +89,24 @@ def test_each_panel_reads_the_files_of_the_other(tmp_path: Path, panel: Any) -> 
 
 @PANELS
 def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path: Path, panel: Any) -> None:
-    for name in "abc":
-        (tmp_path / f"{name}.kv").write_bytes(b"1")
-    for name, time in (("a", 3), ("b", 1), ("c", 2)):
-        os.utime(tmp_path / f"{name}.kv", (time, time))
-    for name, age in (("d.12", 2 * page_files.STALE_SECONDS), ("e.34", 0)):  # unfinished
+    tmp_path.chmod(0o755)
+    a, b, c, d, e, *new = (digit * 64 for digit in "abcdef01")
+    foreign = {"photo.jpg", "f.kv", "Makefile", f"{a}.kv.12345678", f"{a}.1234567z"}
+    old = {f"{d}.12345678": path_time(tmp_path) - 2 * page_files.STALE_SECONDS}  # unfinished
+    times = {f"{a}.kv": 3.0, f"{b}.kv": 1.0, f"{c}.kv": 2.0, **dict.fromkeys(foreign, 1.0), **old}
+    for name, time in {**times, f"{e}.12345678": path_time(tmp_path)}.items():
         (tmp_path / name).write_bytes(b"1")
-        os.utime(tmp_path / name, (path_time(tmp_path) - age,) * 2)
+        os.utime(tmp_path / name, (time, time))
     tier = panel.DiskTier(tmp_path, 3, 1)
-    (tmp_path / "e.34").unlink()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    (tmp_path / f"{e}.12345678").unlink()
     left = []
-    for name in "xyz":
+    for name in new:
         before = {path.stem for path in tmp_path.glob("*.kv")}
         tier.write(name, PageMemory([memoryview(bytearray(b"2"))], lambda: None)).result()
         left += before - {path.stem for path in tmp_path.glob("*.kv")}
-    assert left == ["b", "c", "a"]
-    assert {path.name for path in tmp_path.iterdir()} == {"x.kv", "y.kv", "z.kv"}
+    assert left == [b, c, a]
+    assert {path.name for path in tmp_path.iterdir()} == {*foreign, *(f"{name}.kv" for name in new)}
 
 
 @PANELS

@@ -26,7 +26,8 @@ def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
     what = f"dp={config.dp} replicas of {num_ranks} ranks"
     device = config.device or default_device()
     device = device_at(device, replica * num_ranks, config.dp * num_ranks, what)
-    return config.updated(dp=1, device=device)
+    dir_tokens = max(config.hicache_dir_tokens // config.dp, 1)  # the replicas share a folder
+    return config.updated(dp=1, device=device, hicache_dir_tokens=dir_tokens)
 
 
 def config_in_step(config: EngineConfig, replica: int) -> EngineConfig:

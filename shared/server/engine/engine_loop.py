@@ -85,6 +85,8 @@ class EngineLoop:
                     self._step()
                     self._look_at_steps()
                     self._beat()
+            for feature in self.assembly.parts.features:
+                feature.engine_ends()
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self.channel.send(Dead(reason=f"{type(error).__name__}: {error}"))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.features import Extras, Feature, Pools
 from diptych.shared.interfaces import DiskTier, Drafter, HostPool, SchedulerFeature, TokenToKVPool
+from diptych.shared.loading.gguf_reader import parts_of
+from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
 from diptych.shared.scheduling.host_cache import HostCache, HostLoader
 from diptych.shared.scheduling.pages import round_up_to_page
 
@@ -58,20 +61,39 @@ def make_host_cache(
     below: DiskTier | None = None
     if config.hicache_dir is not None:
         num_disk_pages = max(config.hicache_dir_tokens // page_len, 1)
-        below = disk_class(config.hicache_dir, num_disk_pages, page_num_bytes)
+        try:
+            below = disk_class(config.hicache_dir, num_disk_pages, page_num_bytes)
+        except OSError as error:
+            raise ValueError(f"hicache_dir={config.hicache_dir}: {error.strerror}") from None
     seed = f"{model_digest(folder, config)} {kv_pool.dtype} {list(kv_pool.kv_scales)} {page_len}"
     return HostCache(pool_class(kv_pool, num_pages, page_len), seed, below)
 
 
 def model_digest(folder: Path, config: EngineConfig) -> str:
-    """A digest of everything that determines KV: the config, the weights, and dtypes. Weights are read
-    where pages outlive the engine: other weights of equal size and time must not find them."""
+    """A digest of everything that determines KV: the config, the weights, dtypes, and components that are not
+    ours. Weights are read where pages outlive the engine: other weights of equal size and time must not find
+    them."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder, config):
         digest.update(repr((path.name, path.stat().st_size)).encode())
         with open(path, "rb") as file:
             while config.hicache_dir is not None and (piece := file.read(2**24)):
                 digest.update(piece)
     flags = config.dtype, config.quantization, config.load_format, config.random_seed, config.context_len
     digest.update(repr(flags).encode())
+    for component, choice in sorted(config.use.items()):
+        if registry.is_target(choice) or registry.is_lab(choice):
+            digest.update(f"{component}={choice}".encode())
+            if (code := Path(choice.partition(":")[0])).suffix == ".py":
+                digest.update(code.read_bytes())
     return digest.hexdigest()
+
+
+def weight_files(folder: Path, config: EngineConfig) -> list[Path]:
+    """All files of weights that the model may be loaded from. Raises `ValueError` if there is none."""
+    if (folder / GGUF_LINK).is_file():
+        return parts_of((folder / GGUF_LINK).resolve())
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and config.load_format != "dummy":
+        raise ValueError(f"{folder}: no file of weights, whose digest names the pages of hicache_tokens")
+    return files

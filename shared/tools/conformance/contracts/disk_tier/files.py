@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -43,14 +44,18 @@ def result(future: Future[Any]) -> Any:
     return future.result(SECONDS)
 
 
+def name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def write(tier: DiskTier, key: str, fill: int, num_views: int = 1) -> bool:
-    written: bool = result(tier.write(key, memory_of(page_of(fill), num_views)[1]))
+    written: bool = result(tier.write(name(key), memory_of(page_of(fill), num_views)[1]))
     return written
 
 
 def read(tier: DiskTier, key: str, num_views: int = 1) -> bytes | None:
     buffer, memory = memory_of(bytes(NUM_BYTES), num_views)
-    return bytes(buffer) if result(tier.read(key, memory)) else None
+    return bytes(buffer) if result(tier.read(name(key), memory)) else None
 
 
 def found(tier: DiskTier, keys: Sequence[str]) -> list[str]:
@@ -80,9 +85,9 @@ def found_up_to_a_gap(impl: type[DiskTier], case: Case) -> None:
         for key in ("a", "b", "d"):
             write(tier, key, 0)
         for keys, expected in (("abcd", 2), ("ab", 2), ("cab", 0), ("", 0)):
-            expect_equal(f"pages found of {keys!r}", result(tier.find(list(keys))), expected)
-        tier.remove("a")
-        expect_equal("pages found after the first is removed", result(tier.find(["a", "b"])), 0)
+            expect_equal(f"pages found of {keys!r}", result(tier.find([name(key) for key in keys])), expected)
+        tier.remove(name("a"))
+        expect_equal("pages found after the first is removed", result(tier.find([name("a"), name("b")])), 0)
         expect_equal("the removed page", read(tier, "a"), None)
 
 
@@ -162,8 +167,8 @@ def waits_for_copies(impl: type[DiskTier], case: Case) -> None:
             buffer[:] = contents
 
         buffer, memory = memory_of(bytes(NUM_BYTES), 2, lambda: arrive(page_of(1)))
-        result(tier.write("a", memory))
+        result(tier.write(name("a"), memory))
         expect_equal("the page, which arrives during the wait", read(tier, "a"), page_of(1))
         buffer, memory = memory_of(bytes(NUM_BYTES), 2, lambda: arrive(page_of(2)))
-        result(tier.read("a", memory))
+        result(tier.read(name("a"), memory))
         expect_equal("the page that is read, after the copies before", bytes(buffer), page_of(1))
