@@ -165,6 +165,8 @@ def test_the_digest_of_a_model_is_of_all_that_decides_its_kv(tmp_path: Path) -> 
         code.write_text(text)
         theirs = config.updated(use={"attention": choice})
         found.append(host_tier.model_digest(tmp_path, theirs))
+    ours = config.updated(use={"attention": "triton"})
+    assert host_tier.model_digest(tmp_path, ours) == host_tier.model_digest(tmp_path, config)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match="no file of weights"):
         host_tier.model_digest(tmp_path, config)

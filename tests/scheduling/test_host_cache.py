@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Event, Semaphore
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from diptych.reference.radix_cache import RadixCache
 from diptych.reference.tiers import disk_tier as reference
 from diptych.reference.tiers.host_pool import HostPool
 from diptych.shared.interfaces import DiskTier, PageMemory, RadixKey
-from diptych.shared.scheduling import page_files
+from diptych.shared.scheduling import disk_pages, page_files
 from diptych.shared.scheduling.host_cache import HostCache, tiered
 from diptych.shared.tools.conformance.contracts.host_pool.copies import make_kv_pool
 from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
@@ -107,6 +109,41 @@ def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path
         left += before - {path.stem for path in tmp_path.glob("*.kv")}
     assert left == [b, c, a]
     assert {path.name for path in tmp_path.iterdir()} == {*foreign, *(f"{name}.kv" for name in new)}
+
+
+@PANELS
+def test_a_page_that_the_disk_cannot_look_up_is_not_found(
+    tmp_path: Path, panel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, **_: object) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    cache = cache_on(panel.DiskTier(tmp_path, 3, 1))
+    monkeypatch.setattr(Path, "stat", fail)
+    assert load(cache, IDS) == []
+
+
+def test_time_in_the_queue_is_not_time_that_the_disk_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(reference, tmp_path)
+    cache, tree = cache_on(tier), CacheWorld(RadixCache, 1).cache
+    arrives: Future[bool] = Future()
+    monkeypatch.setattr(tier, "find", lambda keys: reference.done(1))
+    monkeypatch.setattr(tier, "read", lambda *_: arrives)
+    now = 0.0
+    monkeypatch.setattr(disk_pages, "time", SimpleNamespace(monotonic=lambda: now))
+    req: Any = SimpleNamespace(rid="a", all_ids=IDS, max_prefix_len=len(IDS), extra_key=None)
+    assert cache.disk is not None
+    cache.disk.ask(req, tree)
+    now = 2 * disk_pages.MAX_WAIT_SECONDS
+    assert not cache.disk.has_arrived(req, tree, may_wait=False)
+    now = 2.9 * disk_pages.MAX_WAIT_SECONDS
+    assert not cache.disk.has_arrived(req, tree, may_wait=False)
+    now = 3.1 * disk_pages.MAX_WAIT_SECONDS
+    assert cache.disk.has_arrived(req, tree, may_wait=False)
+    arrives.set_result(True)
+    cache.disk.finish()
 
 
 @PANELS

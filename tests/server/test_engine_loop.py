@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -69,6 +71,30 @@ def driver() -> Driver:
     llm = LLM("tiny-dense", device="cpu", max_total_tokens=600, max_loras_per_batch=1)
     script = Script()
     return Driver(EngineLoop(llm.assembly, script), script)
+
+
+def test_an_engine_that_is_stopped_writes_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(
+        "tiny-dense", device="cpu", hicache_tokens=256, hicache_dir=str(tmp_path),
+        use={"disk_tier": "optimized"},
+    )  # fmt: skip
+    tree_cache: Any = llm.assembly.parts.tree_cache
+    tier = tree_cache.host.disk.tier
+    write, may_write = tier._write, Event()
+    monkeypatch.setattr(tier, "_write", lambda *given: may_write.wait(30) and write(*given))
+
+    class UntilAnswered(Script):
+        def receive(self, timeout: float) -> ToEngine | None:
+            if any(isinstance(message, Outputs) for message in self.sent):
+                Timer(0.3, may_write.set).start()
+                return Control(call_id=1, action="stop", args={})
+            return super().receive(timeout)
+
+    script = UntilAnswered()
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    script.waiting.append(Generate(rid="a", input_ids=[5] * 80, params=params, seed=1))
+    EngineLoop(llm.assembly, script).run()
+    assert len(list(tmp_path.glob("*.kv"))) == 5
 
 
 @pytest.mark.parametrize("error", [OSError("no"), KeyError("a"), MemoryError()], ids=repr)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from diptych.shared import registry
 from diptych.shared.config import read_draft_config
@@ -55,8 +57,29 @@ def texts(llm: LLM, target: Target) -> list[train_dflash.Text]:
 def test_layers_and_mask_are_chosen(target: Target) -> None:
     assert target.layers == (2, 4, 5)
     assert target.mask_id == 1871  # the first id without a token
-    with pytest.raises(ValueError, match="--features is 5; a target of 6 layers has 1 to 4"):
+    with pytest.raises(typer.BadParameter, match="--features is 5; a target of 6 layers has 1 to 4"):
         chosen_layers(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (("--block-len", 1), "greater than or equal to 2"),
+        (("--mask-id", 999999), "--mask-id is 999999; tiny-dense has ids below"),
+        (("--features", 99), "--features is 99; a target of"),
+        (("--texts", 31), "--texts is 31; of 32 prompts, 30 are trained on"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_generated(
+    option: tuple[str, int], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_dflash, "answered", lambda *_: pytest.fail("generates"))
+    app = typer.Typer()
+    app.command()(train_dflash.main)
+    given = ["--out", str(tmp_path), "--num-prompts", "32", "--device", "cpu", *map(str, option)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.replace("│", " ").split())
 
 
 def test_trained_blocks_are_the_engines(

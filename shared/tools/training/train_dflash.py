@@ -59,10 +59,19 @@ class Target(NamedTuple):
 def chosen_layers(num_layers: int, num_features: int) -> tuple[int, ...]:
     """Inputs of layers, evenly spread from the third to the last."""
     if not 1 <= num_features <= num_layers - 2:
-        raise ValueError(f"--features is {num_features}; a target of {num_layers} layers has 1 to "
-                         f"{num_layers - 2}")  # fmt: skip
+        most = num_layers - 2
+        raise typer.BadParameter(
+            f"--features is {num_features}; a target of {num_layers} layers has 1 to {most}"
+        )
     span = num_layers - 3
     return tuple(2 + round(i * span / max(num_features - 1, 1)) for i in range(num_features))
+
+
+def check_texts(num_texts: int, num: int, what: str) -> None:
+    """Whether so many texts are left when some of `num` are held out."""
+    num_trained = num - -(-num // HELD_OUT)
+    if num_texts > num_trained:
+        raise typer.BadParameter(f"--texts is {num_texts}; of {num} {what}, {num_trained} are trained on")
 
 
 def chosen_mask(llm: LLM) -> int:
@@ -223,16 +232,16 @@ def main(
         str, typer.Option(help="a built-in model, a folder, a GGUF file or an id")
     ] = "tiny-dense",
     prompts: Annotated[Path | None, typer.Option(help="one a line; default: chats of the corpus")] = None,
-    num_prompts: Annotated[int, typer.Option(help="answers to train on and measure with")] = 1536,
-    max_new_tokens: Annotated[int, typer.Option(help="longest answer")] = 128,
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 800,
-    texts: Annotated[int, typer.Option(help="texts a step")] = 16,
-    blocks: Annotated[int, typer.Option(help="blocks of each text")] = 6,
-    block_len: Annotated[int, typer.Option(help="tokens of a block, the newest one included")] = 8,
-    layers: Annotated[int, typer.Option(help="layers of the head")] = 2,
-    intermediate_size: Annotated[int, typer.Option(help="of its MLPs; 0: the target's")] = 0,
-    features: Annotated[int, typer.Option(help="layers of the target that it reads")] = 3,
-    mask_id: Annotated[int, typer.Option(help="-1: the first id without a token")] = -1,
+    num_prompts: Annotated[int, typer.Option(min=2, help="answers to train on and measure with")] = 1536,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
+    texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 16,
+    blocks: Annotated[int, typer.Option(min=1, help="blocks of each text")] = 6,
+    block_len: Annotated[int, typer.Option(min=2, help="tokens of a block, the newest one included")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="layers of the head")] = 2,
+    intermediate_size: Annotated[int, typer.Option(min=0, help="of its MLPs; 0: the target's")] = 0,
+    features: Annotated[int, typer.Option(min=1, help="layers of the target that it reads")] = 3,
+    mask_id: Annotated[int, typer.Option(min=-1, help="-1: the first id without a token")] = -1,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
     seed: Annotated[int, typer.Option(help="seeds weights and anchors")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
@@ -243,16 +252,18 @@ def main(
         dtype="float32", max_running_requests=64, disable_radix_cache=True,
     )  # fmt: skip
     config = llm.assembly.model_config
+    if mask_id >= config.vocab_size:
+        raise typer.BadParameter(f"--mask-id is {mask_id}; {target} has ids below {config.vocab_size}")
     known = Target(
         llm.assembly.parts.model_runner.model, config, chosen_layers(config.num_hidden_layers, features),
         chosen_mask(llm) if mask_id < 0 else mask_id,
     )  # fmt: skip
     asked = questions(num_prompts) if prompts is None else read_prompts(prompts)[:num_prompts]
+    check_texts(texts, len(asked), "prompts")
     answers = [each for each in answered(llm, asked, max_new_tokens) if len(each[0]) > each[1] + 1]
     lessons = texts_of(known, answers)
     held_out, trained = lessons[::HELD_OUT], [t for i, t in enumerate(lessons) if i % HELD_OUT]
-    if len(trained) < texts:
-        raise ValueError(f"--texts is {texts}, and there are {len(trained)} answers of two tokens and more")
+    check_texts(texts, len(lessons), "answers of two tokens and more")
     head = new_head(known, layers, intermediate_size, block_len, seed)
     options = TrainOptions(steps, texts, blocks * block_len, learning_rate, seed=seed)
     made = batches(trained, steps, texts, blocks, block_len, known.mask_id, seed)
