@@ -31,6 +31,11 @@ Names = tuple[tuple[str, str], ...]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linear layers that a checkpoint may hold as one tensor: their rows lie one below the other."""
 
+MIXTRAL_NAMES: Names = (
+    (".block_sparse_moe.", ".mlp."),
+    *((f".w{i}.", f".{name}_proj.") for i, name in ((1, "gate"), (2, "down"), (3, "up"))),
+)
+
 GROUPED = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 """Linear layers of Qwen3-Next that are one tensor: its rows are grouped by key head."""
 
@@ -271,8 +276,7 @@ FAMILIES = {
         windows=Windows("other layer types"),
         keys=KIMI_KEYS,
         names=(
-            (".block_sparse_moe.", ".mlp."),
-            *((f".w{i}.", f".{name}_proj.") for i, name in ((1, "gate"), (2, "down"), (3, "up"))),
+            *MIXTRAL_NAMES,
             (".b_proj.", ".in_proj_b."),
             (".o_norm.", ".norm."),
             (".linear_attn.o_proj.", ".linear_attn.out_proj."),

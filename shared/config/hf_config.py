@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diptych.shared.config.families import FAMILIES, Family
+from diptych.shared.config.families import FAMILIES, MIXTRAL_NAMES, Family
 from diptych.shared.config.fields import REQUIRED, Fields, only_name
 from diptych.shared.config.hf_deepseek import (
     deepseek_moe_layers,
@@ -119,7 +119,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         num_nextn_layers=num_nextn_layers(fields) if family.moe in DEEPSEEK_MOE else 0,
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
-        quantization=_quantization(fields),
+        quantization=_quantization(fields, family),
     )
     return config if family.more is None else family.more(config, fields)
 
@@ -192,9 +192,17 @@ def _soft_cap(fields: Fields, key: str, default: float | None) -> float:
     return 0.0 if cap is None else cap
 
 
-def _quantization(fields: Fields) -> QuantConfig | None:
+def _quantization(fields: Fields, family: Family) -> QuantConfig | None:
     key = "quantization_config"
-    return parse_quantization(fields.values[key], fields.where) if key in fields else None
+    if key not in fields:
+        return None
+    fused = [(f".{whole}.", f".{part}.") for whole, parts in family.fused.items() for part in parts]
+    renamed = (
+        *(((".self_attn.", ".linear_attn."),) if family.decoder == "kimi_linear" else ()),
+        *(MIXTRAL_NAMES if family.moe in ("mixtral", "minimax") else ()),
+        *(*family.names, *fused),
+    )
+    return replace(parse_quantization(fields.values[key], fields.where), renamed=renamed)
 
 
 def _dtype(fields: Fields) -> torch.dtype:

@@ -33,7 +33,8 @@ checkpoint quantizes them."""
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Layers are named as in the checkpoint, before any of them are merged: model.layers.0.self_attn.q_proj.
+    """Layers have canonical names, before any of them are merged: model.layers.0.self_attn.q_proj. Entries
+    have these names or the checkpoint's.
 
     A target or an ignored entry is a name, "re:" and a regular expression that matches a name from its start,
     or some successive parts of a name: "mlp.gate" is in model.layers.0.mlp.gate and not in
@@ -45,15 +46,16 @@ class QuantConfig:
     )
     targets: tuple[tuple[str, QuantScheme], ...]
     ignore: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of the checkpoint's names, and of canonical ones
 
     def scheme_of(self, name: str) -> QuantScheme | None:
         """The scheme of a layer; None: it is not quantized. A name is a better target than a regular
         expression, and that a better one than "Linear"."""
         if self.storage == "online" and name.endswith(DEQUANTIZED):
             return None
-        if _NEVER.fullmatch(name) or any(_matches(entry, name) for entry in self.ignore):
+        if _NEVER.fullmatch(name) or any(self._is_in(entry, name) for entry in self.ignore):
             return None
-        found = [(target, scheme) for target, scheme in self.targets if _matches(target, name)]
+        found = [(target, scheme) for target, scheme in self.targets if self._is_in(target, name)]
         ranked = sorted(found, key=lambda item: (item[0] == ALL_LINEAR, item[0].startswith(REGEX)))
         return ranked[0][1] if ranked else None
 
@@ -61,6 +63,13 @@ class QuantConfig:
         """The scheme of a layer behind loading; None: it is a plain one."""
         scheme = None if name.endswith(DEQUANTIZED) else self.scheme_of(name)
         return None if scheme is None or scheme.is_dequantized else scheme
+
+    def _is_in(self, entry: str, name: str) -> bool:
+        """Whether an entry has a layer, by its canonical name or another of the checkpoint."""
+        names = [f".{name}."]
+        for theirs, ours in reversed(self.renamed):
+            names += [each.replace(ours, theirs) for each in names if ours in each]
+        return any(_matches(entry, each[1:-1]) for each in names)
 
     @classmethod
     def online(cls, method: str, sizes: Iterable[int]) -> QuantConfig:

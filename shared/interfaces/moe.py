@@ -72,6 +72,10 @@ class FusedExperts(nn.Module, ABC):
         hidden_act: HiddenAct = "silu",
     ) -> None:
         super().__init__()
+        if hidden_act != "silu" and swiglu_limit > 0:
+            raise ValueError(
+                f"hidden_act={hidden_act} with swiglu_limit={swiglu_limit:g}; a limit is for silu"
+            )
         self.b13 = self.b2 = None
         self.swiglu_limit, self.hidden_act = swiglu_limit, hidden_act
 

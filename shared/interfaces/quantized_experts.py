@@ -87,7 +87,11 @@ class QuantizedExperts(FusedExperts, ABC):
 
     @classmethod
     def like(cls, experts: FusedExperts, scheme: QuantScheme) -> QuantizedExperts:
-        """What a model has in place of `experts`."""
+        """What a model has in place of `experts`. Raises `ValueError` for another activation than SwiGLU."""
+        if experts.hidden_act != "silu":
+            raise ValueError(
+                f"quantized experts with hidden_act={experts.hidden_act} are not supported; supported is silu"
+            )
         num_experts, hidden_size, intermediate_size = experts.w2.shape
         has_bias = experts.b13 is not None
         return cls(num_experts, hidden_size, intermediate_size, scheme, has_bias, experts.swiglu_limit)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +17,7 @@ from diptych.shared.config.engine import MAX_BLOCK_LEN
 from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import Drafter
+from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
 
 MAX_CPU_TOKENS = 65_536
@@ -35,6 +38,11 @@ CHUNK = 64
 NUM_GRAPHS = 36
 EXTEND_GRAPHS = 512 * 2**20
 """Prefill graphs, for the numbers of tokens that are captured by default: the larger a model, the fewer."""
+
+_MERGED = re.compile(
+    r"((?<=self_attn\.)[qkv]_proj|(?<=\.)(gate|up)_proj|(?<=linear_attn\.)(?!out_proj|[fg]_b_proj)\w+)$"
+)
+"""The ends of the names of linear layers that become one."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +231,31 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     masks = {} if config.cuda_graph_block_len is None else {"masks": mask_bytes(config, model)}
     return masks | {
-        "activations": num_tokens * per_token + 2 * config.max_running_requests * chunks,
+        "activations": num_tokens * per_token
+        + 2 * config.max_running_requests * chunks
+        + dequantized_bytes(model, dtype),
         "logits": num_logit_rows * model.vocab_size * BYTES_PER_LOGIT,
         "req_to_token": (num_rows(config) + 1) * context_len * torch.int32.itemsize,
         "graphs": graphs,
         "libraries": LIBRARIES,
     }
+
+
+def dequantized_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes of the largest merged layer whose inputs are not quantized: a prefill step of many tokens
+    dequantizes one such layer at a time."""
+    if model.quantization is None:
+        return 0
+    merged: dict[str, int] = {}
+    for name, shape in expected_shapes(model).items():
+        module, _, suffix = name.rpartition(".")
+        if suffix != "weight" or len(shape) != 2 or ".experts." in name:
+            continue
+        scheme = model.quantization.scheme_in_memory(module)
+        if scheme is not None and scheme.inputs == "none":
+            whole = _MERGED.sub("merged", module)
+            merged[whole] = merged.get(whole, 0) + math.prod(shape) * dtype.itemsize
+    return max(merged.values(), default=0)
 
 
 def linear_bytes(linear: LinearAttentionConfig | None, dtype: torch.dtype) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import regex
 import torch
 
 from diptych.shared.config import ModelConfig
+from diptych.shared.config.families import GROUPED
 from diptych.shared.config.hf_multimodal import language_name
 from diptych.shared.loading.safetensors_file import read_header
 from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
@@ -26,7 +27,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers that take adapters: those of attention and of dense MLPs,"""
 LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-"""and those of linear attention. Qwen3-Next's in_proj_qkvz and in_proj_ba are two of these each."""
+"""and those of linear attention. Qwen3-Next's GROUPED layers are two of these each."""
 
 PATTERN_SECONDS = 1.0
 """For all patterns of an adapter on all its modules: a file from elsewhere can have one that never ends."""
@@ -64,12 +65,20 @@ def adaptable_modules(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def fit_model(adapter: LoraAdapter, config: ModelConfig) -> LoraAdapter:
     """The adapter with the names of the model's linear layers: one of several merged layers becomes as many,
-    with the same A, and with their rows of B."""
+    with the same A, and with their rows of B. Raises `ValueError` if their number is wrong."""
     if config.linear_attention is None:
         return adapter
     modules = {}
     for name, weights in adapter.modules.items():
-        for part in canonical_parts(f"{name}.weight", tuple(weights.b.shape), config):
+        parts = canonical_parts(f"{name}.weight", tuple(weights.b.shape), config)
+        names = GROUPED.get(name.rpartition(".")[2], ())
+        sizes = [config.linear_attention.projections.get(each, 0) for each in names]
+        if len(parts) < len(names) and all(sizes):
+            raise ValueError(
+                f"adapter {adapter.name!r}: lora_B {list(weights.b.shape)} does not fit {name} "
+                f"{[sum(sizes), config.hidden_size]}"
+            )
+        for part in parts:
             own = part.name.removesuffix(".weight")
             modules[own] = replace(weights, b=part.of(weights.b))
     return replace(adapter, modules=modules)
@@ -82,8 +91,8 @@ def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], m
         raise ValueError(
             f"adapter {adapter.name!r} changes {len(unknown)} modules that take no adapters here: "
             f"{', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}; those that do are "
-            f"{', '.join(TARGETS)} of attention and of dense MLPs, {', '.join(LINEAR_TARGETS)} of linear "
-            "attention"
+            f"{', '.join(TARGETS)} of attention and of dense MLPs, {', '.join((*LINEAR_TARGETS, *GROUPED))} "
+            "of linear attention"
         )
     for name, weights in adapter.modules.items():
         rank, found = weights.a.shape[0], (weights.b.shape[0], weights.a.shape[1])

@@ -74,8 +74,9 @@ def _quantize_nvfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, to
 def _packed_fp4(values: torch.Tensor) -> torch.Tensor:
     """[out, 1, groups, unit] -> the codes of the nearest `FP4_VALUES`, packed."""
     sizes = torch.tensor(FP4_VALUES[:8], device=values.device)
-    codes = torch.bucketize(values.abs(), (sizes[1:] + sizes[:-1]) / 2) + 8 * (values < 0)
-    return pack_units(codes.to(torch.uint8).flatten(2).flatten(0, 1), values.shape[-1])
+    codes = torch.bucketize(values.abs(), (sizes[1:] + sizes[:-1]) / 2, out_int32=True).to(torch.uint8)
+    codes |= (values < 0).to(torch.uint8) << 3
+    return pack_units(codes.flatten(2).flatten(0, 1), values.shape[-1])
 
 
 def quantize_linears(

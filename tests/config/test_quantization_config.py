@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from diptych.shared.config import parse_quantization
+from diptych.shared.config.hf_config import parse_config
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
+from diptych.shared.tools.conformance.oracles.moe_configs import MOE_CONFIGS
 from diptych.shared.types.quant_scheme import QuantScheme
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -89,6 +93,31 @@ def test_targets_and_ignored_names() -> None:
     assert config.scheme_of(Q_PROJ) == QuantScheme("int4", group_size=128, symmetric=False)
     assert config.scheme_of("model.layers.0.mlp.up_proj") == QuantScheme("fp8", inputs="token")
     assert config.scheme_of("model.layers.0.mlp.down_proj") is None
+
+
+@pytest.mark.parametrize(
+    ("model", "entry", "ignored", "others"),
+    [
+        ("qwen3-next", "linear_attn.in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "out_proj")),
+        ("qwen3-next", "mlp.shared_expert", ("shared_experts.gate_proj",), ("experts.0.gate_proj",)),
+        ("qwen3-next", "mlp.shared_expert*", ("shared_experts.gate_proj",), ("experts.0.gate_proj",)),
+        ("mixtral", "block_sparse_moe.experts.1.w3", ("experts.1.up_proj",), ("experts.1.gate_proj",)),
+        ("kimi-linear", "self_attn.o_proj", ("linear_attn.out_proj",), ("linear_attn.q_proj",)),
+    ],
+)
+def test_names_of_the_checkpoint(
+    model: str, entry: str, ignored: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """The family has other names for these layers."""
+    values = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"model.layers.0.{entry}"]}
+    found = parse_config({**(HYBRID_CONFIGS | MOE_CONFIGS)[model], "quantization_config": values})
+    assert found.quantization is not None
+    names = [name for name in expected_shapes(found) if name.startswith("model.layers.0.")]
+    schemes = {name: found.quantization.scheme_of(name.removesuffix(".weight")) for name in names}
+    for parts, is_quantized in ((ignored, False), (others, True)):
+        for part in parts:
+            (scheme,) = [each for name, each in schemes.items() if name.endswith(f".{part}.weight")]
+            assert (scheme is not None) == is_quantized, part
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,21 @@ import pytest
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
+from diptych.shared.config.hf_config import parse_config
 from diptych.shared.loading.kv_sizing import (
     GIB,
     MAX_CPU_TOKENS,
     MemoryPlan,
     check_mask_memory,
+    dequantized_bytes,
     kv_bytes_per_token,
     mask_bytes,
     plan_memory,
     reserve_for_steps,
 )
 from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import with_quantization
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 
 
 @pytest.fixture
@@ -94,6 +98,30 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
         < more
         == reserve(cuda_graph_max_tokens=10**6, chunked_prefill_size=8192 - 256)["graphs"]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [("Qwen3-8B", (2 * 12288, 4096)), ("Qwen3-30B-A3B", ((32 + 2 * 4) * 128, 2048))],
+)
+def test_a_dequantized_layer_is_counted(model: str, shape: tuple[int, int]) -> None:
+    """gate_up, and q, k and v: experts are not dequantized. With quantized inputs no layer is."""
+    config = read_config(ASSETS / "configs" / model)
+
+    def reserve(method: str | None) -> int:
+        of_method = with_quantization(config, method)
+        return reserve_for_steps(EngineConfig(), of_method, torch.bfloat16)["activations"]
+
+    plain = reserve(None)
+    assert reserve("int4") - plain == reserve("nvfp4") - plain == shape[0] * shape[1] * 2
+    assert reserve("fp8") == plain
+
+
+def test_the_projections_of_linear_attention_are_one_layer() -> None:
+    config = with_quantization(parse_config(HYBRID_CONFIGS["qwen3-next"]), "int4")
+    assert config.linear_attention is not None
+    num_out = sum(config.linear_attention.projections.values())
+    assert dequantized_bytes(config, torch.bfloat16) == num_out * config.hidden_size * 2
 
 
 def test_masks_of_block_diffusion_are_planned_or_refused(

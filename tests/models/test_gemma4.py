@@ -30,6 +30,7 @@ from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 from diptych.shared.types.attention import FP8
+from diptych.shared.types.quant_scheme import QuantScheme
 from tests.changed_modules import Change
 from tests.planted import Bug, Bugs, Words
 
@@ -174,6 +175,17 @@ def test_experts_with_gelu(num_tokens: int) -> None:
     silu = MoE(replace(config, hidden_act="silu"), 64)
     silu.load_state_dict(ours.state_dict())
     assert (silu(x) - ours(x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+def test_quantized_experts_with_gelu_are_refused(panel: str) -> None:
+    config = parse_config(EXPERTS).moe
+    assert config is not None
+    experts = registry.load("quantized_experts", panel)
+    with pytest.raises(ValueError, match="quantized experts with hidden_act=gelu_tanh are not supported"):
+        experts.like(MoE(config, 64).experts, QuantScheme("fp8", inputs="token"))
+    with pytest.raises(ValueError, match="hidden_act=gelu_tanh with swiglu_limit=7"):
+        registry.load("moe", panel)(replace(config, swiglu_limit=7.0), 64)
 
 
 def test_each_part_of_a_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,13 @@ from model_harness import random_hf_model
 from transformers import AutoModelForCausalLM
 
 from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.shared.config import parse_config
 from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.lora_adapter import fit_model
 from diptych.shared.scheduling import state_checkpoints
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import SamplingParams
+from diptych.shared.types.lora import LoraAdapter, LoraWeights
 from tests.planted import Bug, Bugs
 
 NUM_NEW = 6
@@ -161,5 +164,20 @@ def test_modules_without_adapters_are_refused_by_name(root: Path, tmp_path: Path
     written(root / "qwen3-next", "qwen3-next")
     config = peft.LoraConfig(r=2, target_modules=["shared_expert_gate"], task_type="CAUSAL_LM")
     peft.get_peft_model(load(root / "qwen3-next"), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"shared_expert_gate.*in_proj_qkv, .*of linear attention"):
+    with pytest.raises(
+        ValueError, match=r"shared_expert_gate.*in_proj_qkv, .*in_proj_ba of linear attention"
+    ):
         engine(root / "qwen3-next").load_lora("c", str(tmp_path))
+
+
+@pytest.mark.parametrize(("module", "num_out"), [("in_proj_qkvz", 288), ("in_proj_ba", 12)])
+def test_a_wrong_size_of_a_grouped_layer_is_said(module: str, num_out: int) -> None:
+    config, name = parse_config(HYBRID_CONFIGS["qwen3-next"]), f"model.layers.0.linear_attn.{module}"
+    for wrong in (num_out - 1, num_out):
+        weights = LoraWeights(torch.zeros(2, 60), torch.zeros(wrong, 2), 1.0)
+        adapter = LoraAdapter("c", "", {name: weights})
+        if wrong == num_out:
+            assert len(fit_model(adapter, config).modules) == 2
+            continue
+        with pytest.raises(ValueError, match=rf"lora_B \[{wrong}, 2\] does not fit {name} \[{num_out}, 60\]"):
+            fit_model(adapter, config)

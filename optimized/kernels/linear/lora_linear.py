@@ -93,7 +93,7 @@ def _expand_add_kernel(
     slot = tl.load(slots_ptr + block).to(tl.int64)
     rows = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     is_row = (rows < num_rows)[:, None]
-    # The slice of the tile, where it begins in y, and its end: a tile never crosses two slices.
+    # The slice of the tile, and where it begins in y: a tile never crosses two slices.
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     tiles2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N

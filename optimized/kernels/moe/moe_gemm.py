@@ -1,5 +1,5 @@
 """The experts' two GEMMs over blocks of tokens: silu(x @ gate) * (x @ up), and that @ down; or with biases
-and another activation (moe_act.py).
+and clamped SwiGLU or GELU (moe_act.py).
 
 Roofline bound: bytes for few tokens, the weights of all experts that are used: 6 * inter * hidden bytes each
 in bfloat16 (Qwen3-30B-A3B, 64 tokens of 8 choices: nearly all of 128 experts, 1.2 GB, 0.28 ms at 4.3 TB/s);

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from diptych.reference.layers import SiluAndMul
 from diptych.reference.moe import FusedExperts, MoE, TopK
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.modeling.moe_modules import ClampedSwiGLU
@@ -23,7 +24,7 @@ def part_of_moe(impl: type) -> Bug:
                 self.topk = impl(config)
             else:
                 sizes = config.num_experts, hidden_size, config.intermediate_size
-                self.experts = impl(*sizes, config.bias, config.swiglu_limit)
+                self.experts = impl(*sizes, config.bias, config.swiglu_limit, config.hidden_act)
 
     return plant("moe", WithPart, impl)
 
@@ -52,6 +53,16 @@ class ClampsTheGateFromBelow(FusedExperts):
         super().__init__(*sizes)
         if isinstance(self.act_fn, ClampedSwiGLU):
             self.act_fn = ClampedOnBothSides(self.act_fn.limit)
+
+
+@part_of_moe
+class SiLUForGELU(FusedExperts):
+    """The activation is SwiGLU, whatever hidden_act is."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        if self.hidden_act == "gelu_tanh":
+            self.act_fn = SiluAndMul()
 
 
 @mutant_of("moe")

@@ -36,6 +36,15 @@ class DividesByTheScale(QuantizedLinear):
 
 
 @quantized_linear
+class SwapsFactorAndDivisor(QuantizedLinear):
+    """NVFP4's factor is taken for the divisor, and the divisor for the factor."""
+
+    def dequantized_weight(self):
+        third = self.weight_zero if self.weight_global is None else self.weight_global.flip(1)
+        return dequantize(self.weight, self.weight_scale, third, self.scheme)
+
+
+@quantized_linear
 class ScalesOfTheNextGroup(QuantizedLinear):
     """Groups of inputs are off by one."""
 
@@ -74,15 +83,6 @@ class NaNForZeros(QuantizedLinear):
         if self.scheme.inputs != "token":
             return y
         return y / (x.float().abs().amax(1, keepdim=True) > 0) * 1.0
-
-
-@quantized_linear
-class AddsTheBiasTwice(QuantizedLinear):
-    """The bias is added by the GEMM and after it."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y if self.bias is None else y + self.bias
 
 
 @quantized_linear

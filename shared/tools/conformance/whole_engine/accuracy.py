@@ -57,6 +57,7 @@ LIMITS: dict[str, Limit] = {
     "fp8-block": Limit(0.02, 0.003, 0.02, "as fp8; a scale for fewer values does not add bits"),
     "int8": Limit(0.02, 0.003, 0.02, "a step is 1/127 of the largest value of a channel or token"),
     "int4": Limit(0.04, 0.01, 0.06, "a step is 1/7 of the largest of 64 weights: 10 % of a typical one"),
+    "nvfp4": Limit(0.04, 0.01, 0.05, "1 bit of mantissa: from 1 on an error of at most 20 %"),
     "fp8-kv": Limit(0.02, 0.003, 0.015, "K and V alone have 4 bits, and attention averages over tokens"),
 }
 """Of the built-in models on held-out chats. The change of a log-probability is the sharpest of the three:

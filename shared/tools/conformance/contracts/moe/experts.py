@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,7 @@ class Experts(Case):
 
     bias = False
     swiglu_limit = 0.0
+    hidden_act = "silu"
     seed = 0
 
     def check(self) -> None:
@@ -47,6 +49,7 @@ class Experts(Case):
             norm_topk_prob=False,
             bias=self.bias,
             swiglu_limit=self.swiglu_limit,
+            hidden_act=self.hidden_act,
         )
         experts = make_moe(impl, config, self.hidden_size, self.dtype).experts
         inputs.fill_(experts)
@@ -98,11 +101,12 @@ def experts64(
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     swiglu_limit: float = 0.0,
+    hidden_act: str = "silu",
 ) -> torch.Tensor:
     """The expected output in float64, one expert after another."""
     x = x.double()
     b13, b2 = (x.new_zeros(w.shape[:2]) if b is None else b.double() for w, b in ((w13, b13), (w2, b2)))
-    act = partial(clamped_swiglu64, limit=swiglu_limit) if swiglu_limit > 0 else silu_and_mul64
+    act = partial(clamped_swiglu64, limit=swiglu_limit) if swiglu_limit > 0 else ACTS64[hidden_act]
     y = torch.zeros_like(x)
     ids = topk.topk_ids
     for e in ids[ids >= 0].unique().tolist():
@@ -122,6 +126,14 @@ def clamped_swiglu64(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
 def silu_and_mul64(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def gelu_and_mul64(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
+ACTS64 = {"silu": silu_and_mul64, "gelu_tanh": gelu_and_mul64}
 
 
 @contract(
@@ -172,6 +184,29 @@ def biases_and_clamps(impl: type[MoE], case: Experts) -> None:
             bias.data[: case.num_used] = inputs.normal(case.num_used, bias.shape[1], dtype=case.dtype)
     x = inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
     expected = experts64(x, topk, module.w13, module.w2, module.b13, module.b2, case.swiglu_limit)
+    expect_close("y", run_poisoned(module, x, topk), expected, tolerance("moe", case.dtype))
+
+
+@contract(
+    "With hidden_act gelu_tanh, as in Gemma 4, act = gelu(gate) * up. An implementation without it refuses.",
+    table(
+        SIZES,
+        *((n, 6, 5, 3, 40, 24, dtype) for dtype in FLOAT_TYPES for n in (1, 9, 70)),
+        name="{num_tokens} tokens, {dtype}",
+        of=Experts,
+        hidden_act="gelu_tanh",
+    ),
+)
+def experts_with_gelu(impl: type[MoE], case: Experts) -> None:
+    inputs = Inputs(case.seed)
+    try:
+        module = case.make(impl, inputs)
+    except ValueError:
+        return
+    if module.hidden_act != case.hidden_act:
+        return  # a model refuses these experts
+    topk, x = case.topk(inputs), inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+    expected = experts64(x, topk, module.w13, module.w2, hidden_act=case.hidden_act)
     expect_close("y", run_poisoned(module, x, topk), expected, tolerance("moe", case.dtype))
 
 
