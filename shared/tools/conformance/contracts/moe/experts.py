@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from diptych.shared.config import MoEConfig
+from diptych.shared.config.model import HiddenAct
 from diptych.shared.interfaces import FusedExperts, MoE, TopKOutput
 from diptych.shared.interfaces.layers import MergedLinear
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, table
@@ -32,7 +33,7 @@ class Experts(Case):
 
     bias = False
     swiglu_limit = 0.0
-    hidden_act = "silu"
+    hidden_act: HiddenAct = "silu"
     seed = 0
 
     def check(self) -> None:
