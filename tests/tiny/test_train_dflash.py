@@ -127,7 +127,7 @@ def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
 
 
 @pytest.mark.full
-def test_a_trained_head_drafts_well_and_leaves_texts_alone(llm: LLM, tmp_path: Path) -> None:
+def test_a_trained_head_leaves_texts_alone(llm: LLM, tmp_path: Path) -> None:
     train_dflash.main(
         out=tmp_path, target="tiny-dense", prompts=None, num_prompts=96, max_new_tokens=48, steps=120,
         texts=8, blocks=4, block_len=6, layers=1, intermediate_size=0, features=3, mask_id=-1,
@@ -135,6 +135,7 @@ def test_a_trained_head_drafts_well_and_leaves_texts_alone(llm: LLM, tmp_path: P
     )  # fmt: skip
     right = json.loads((tmp_path / "training.json").read_text())["held_out"]["right_by_place"]
     assert len(right) == 5
+    assert right[0] > 0.1  # 0.26 when it was written; chance is 1 of 1,872
     drafts = {"speculative": "dflash", "speculative_draft_model": str(tmp_path)}
     greedy = SamplingParams(temperature=0.0, max_new_tokens=24)
     prompts = encode(llm, held_out(6))
@@ -142,5 +143,3 @@ def test_a_trained_head_drafts_well_and_leaves_texts_alone(llm: LLM, tmp_path: P
     for panel in ("reference", "optimized"):
         other = LLM(model="tiny-dense", panel=panel, device="cpu", max_total_tokens=2048, **drafts)
         assert [output.output_ids for output in other.generate(prompts, greedy)] == expected
-        # A head of random weights gives 1.0.
-        assert other.scheduler.stats().speculation.acceptance_length_with_bonus > 1.2
