@@ -169,7 +169,12 @@ FAMILIES = {
         windows=Windows("all but every nth", default=512, every=6),
         names=(
             *_NORM_BEHIND_ATTENTION,
-            *((".experts.", ".moe.experts."), (".router.proj.", ".moe.gate."), (".router.", ".moe.")),
+            *(
+                (".moe.experts.", ".experts."),
+                (".experts.", ".moe.experts."),
+                (".router.proj.", ".moe.gate."),
+                (".router.", ".moe."),
+            ),
         ),
         more=with_gemma4,
     ),

@@ -21,7 +21,7 @@ from diptych.shared.tools.conformance.clauses.device import building, check_devi
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from tests.kernels.fast_grid import fast_grid
 
 HIDDEN, INTER = 160, 96

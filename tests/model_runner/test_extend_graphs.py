@@ -130,7 +130,7 @@ def test_a_step_launched_as_it_is_asks_for_its_last_tokens(monkeypatch: pytest.M
         seen.append(len(hidden_states))
         return hidden_states, captured
 
-    monkeypatch.setattr("diptych.optimized.model_runner.run_model", noted)
+    monkeypatch.setattr("diptych.optimized.model_runner.ModelRunner.run_model", staticmethod(noted))
 
     def num_tokens(row: int = 0, **fields: Any) -> int:
         batch = session.forward_batch({row: ids, 3: ids[:2]}, forward_mode=ForwardMode.EXTEND, **fields)

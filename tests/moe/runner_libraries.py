@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diptych.shared.interfaces import TopKOutput
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from diptych.shared.types.quant_scheme import FP4_VALUES
 
 

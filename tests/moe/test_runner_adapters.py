@@ -30,7 +30,7 @@ from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import (
     EVERY_KIND,
     LIKE_GPT_OSS,

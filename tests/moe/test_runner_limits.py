@@ -20,7 +20,7 @@ from diptych.shared.tools.conformance.clauses.compare import expect_close, expec
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from tests.moe.runner_libraries import TRITON_KERNELS, install
 
 

@@ -23,7 +23,7 @@ from diptych.optimized.quantized.quantized_moe import QuantizedExperts
 from diptych.shared.config import EngineConfig
 from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.clauses.device import check_device
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from diptych.shared.types.quant_scheme import QuantScheme
 
 NAMES = tuple(table.NEEDS)

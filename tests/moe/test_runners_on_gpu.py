@@ -14,7 +14,7 @@ from diptych.shared.interfaces import TopKOutput
 from diptych.shared.tools.conformance.clauses.compare import expect_close
 from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
-from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
 from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import Experts, expected
 from tests.gpu.flashinfer_modules import EXPERTS
 

@@ -16,7 +16,8 @@ from diptych.shared.tools.conformance.clauses.device import building, check_devi
 from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs, type_name
 from diptych.shared.tools.conformance.contracts.layers.norm_and_activation import EPS, make_norm
 from diptych.shared.tools.conformance.contracts.layers.rotary import CONTEXT_LEN
-from diptych.shared.tools.conformance.contracts.moe.experts import Experts, experts64
+from diptych.shared.tools.conformance.contracts.moe.expected import experts64
+from diptych.shared.tools.conformance.contracts.moe.experts import Experts
 from diptych.shared.tools.conformance.kernels import own_kernels
 from diptych.shared.tools.conformance.kernels.problem import Like, Problem, Tensors, bytes_of
 

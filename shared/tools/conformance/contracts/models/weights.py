@@ -115,7 +115,7 @@ def other_names_of_experts(impl: Models, case: Family) -> None:
     weights = dict(dummy_weights(config))
     packed = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
     for layer_id in config.moe_layers:
-        prefix = f"model.layers.{layer_id}.mlp.experts"
+        prefix = f"model.layers.{layer_id}.{'moe' if config.moe.beside_mlp else 'mlp'}.experts"
         gate, up, down = (
             torch.stack([weights[f"{prefix}.{e}.{name}.weight"] for e in range(config.moe.num_experts)])
             for name in ("gate_proj", "up_proj", "down_proj")
@@ -129,7 +129,7 @@ def other_names_of_experts(impl: Models, case: Family) -> None:
             for ours, theirs in matrices.items():
                 name = name.replace(f".{ours}.", f".{theirs}.")
         mixtral[name] = tensor
-    for names in (packed, mixtral):
+    for names in (packed,) if config.moe.beside_mlp else (packed, mixtral):
         model = new_model(impl, config)
         model.load_weights(names.items())
         expect_loaded(model, impl, case)

@@ -21,7 +21,7 @@ from diptych.shared.tools.conformance.clauses.device import building, check_devi
 from diptych.shared.tools.conformance.clauses.inputs import Inputs, type_name
 from diptych.shared.tools.conformance.clauses.poison import amid_poison, run_poisoned
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
-from diptych.shared.tools.conformance.contracts.moe.experts import clamped_swiglu64, silu_and_mul64
+from diptych.shared.tools.conformance.contracts.moe.expected import clamped_swiglu64, silu_and_mul64
 from diptych.shared.tools.conformance.contracts.quantization.linear import (
     SCHEMES,
     STD,
