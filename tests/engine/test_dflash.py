@@ -19,7 +19,7 @@ PROMPTS = [
 CASES: tuple[tuple[float, dict[str, Any]], ...] = (
     (0.0, {"page_size": 4, "chunked_prefill_size": 12}),
     (1.0, {"page_size": 16, "speculative_num_steps": 3}),
-    (0.0, {"max_total_tokens": 96}),  # requests are retracted
+    (0.0, {"max_total_tokens": 96, "schedule_conservativeness": 0.01}),  # retracts
     (0.0, {"speculative_auto": True}),
     (1.0, {"context_len": 48}),  # blocks reach behind the context's end
 )
