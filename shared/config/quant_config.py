@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from diptych.shared.config.hf_multimodal import LANGUAGE_PREFIXES
 from diptych.shared.types.quant_scheme import QuantScheme
@@ -46,7 +46,7 @@ class QuantConfig:
     )
     targets: tuple[tuple[str, QuantScheme], ...]
     ignore: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of the checkpoint's names, and of canonical ones
+    renamed: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # theirs, ours
 
     def scheme_of(self, name: str) -> QuantScheme | None:
         """The scheme of a layer; None: it is not quantized. A name is a better target than a regular
