@@ -1,10 +1,10 @@
 """The disk tier: KV pages in files, one for each page, which outlive the engine.
 
 Differs from reference: threads read and write, so no step of the scheduler waits for a disk, except for
-`remove`, and when all pages are forgotten (a flush, a failed step, NaN). A page is
-written from its memory and read into it, all layers in one system call. Reads do not queue behind writes. At
-most `MAX_QUEUED_BYTES` wait to be written, and a page beyond is left out. A process that
-ends writes them. Loses the queued pages when a process is killed.
+`remove`, and when all pages are forgotten (a flush, a failed step, NaN). A page is written from its memory
+and read into it, all layers in one system call. Reads do not queue behind writes. At most `MAX_QUEUED_BYTES`
+wait to be written, and a page beyond is left out. Loses the queued pages when a process is killed, or is
+another replica than the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diptych.shared.scheduling.page_files import PageFiles, digest_of
 
 NUM_WRITERS, NUM_READERS = 2, 4
 MAX_QUEUED_BYTES = 2**30
-"""Of pages to be written: it bounds the time in which a process ends."""
+"""Of pages to be written."""
 
 DIGEST_BYTES = len(digest_of("", []))
 MAX_VIEWS = 1024

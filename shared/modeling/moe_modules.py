@@ -19,7 +19,7 @@ from diptych.shared.interfaces import moe as interface
 class ExpertModules(interface.FusedExperts):
     """Routed experts whose weights are not quantized."""
 
-    # By `hidden_act`; (): the panel computes activations without `act_fn`.
+    # By `hidden_act`; empty: the panel computes activations without `act_fn`.
     act_classes: Mapping[str, type[nn.Module]] = MappingProxyType({})
 
     def __init__(
