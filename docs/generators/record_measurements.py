@@ -38,7 +38,7 @@ def record(name: str, command: str, file: Path) -> None:
 def text_of(report: dict[str, Any]) -> str:
     """JSON with a line for each key and each result. Entries that all results have are written once; `load`
     puts them back. Floats with a fraction have five significant digits, finer than any measurement."""
-    short = {"parse_float": lambda text: float(text if text.endswith(".0") else f"{float(text):.5g}")}
+    short: Any = {"parse_float": lambda text: float(text if text.endswith(".0") else f"{float(text):.5g}")}
     report = _with_entries_once(json.loads(json.dumps(report), **short))
     values = {key: json.dumps(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
