@@ -15,7 +15,7 @@ RECORD = Path(__file__).parents[1] / "docs" / "samples" / "gpu-cells.json"
 
 @cache
 def record() -> dict[str, Any]:
-    """By the name of a cell: its source, what it printed, the GPU, torch's version and the date."""
+    """By the name of a cell: a digest of its source, what it printed, the GPU, torch's version and the date."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 

@@ -33,6 +33,10 @@ DOCS = Path(__file__).parents[1]
 DATA = DOCS / "measurements" / "data"
 IN_EACH = "in_each_result"
 """What all results of a file have in common: a key of them, such as "flags", -> its common entries."""
+USUAL = DATA.parent / "usual.json"
+"""What most files have in common: a key of a file or of its results -> entries."""
+OTHERS_IN_USUAL = "others_in_usual.json"
+"""The keys of which a file has only the entries that are not the usual ones."""
 MAX_COLUMNS = 87
 """Of a command."""
 
@@ -102,7 +106,23 @@ def load(name: str) -> dict[str, Any]:
     for key, values in report.pop(IN_EACH, {}).items():
         for result in report["results"]:
             result[key] = {**values, **result[key]}
+    for key in report.pop(OTHERS_IN_USUAL, []):
+        for place in having(report, key):
+            place[key] = {**usual()[key], **place[key]}
     return report
+
+
+@cache
+def usual() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(USUAL.read_text(encoding="utf-8"))
+    return found
+
+
+def having(report: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Where this key is: in the report or in each of its results."""
+    rows = report.get("results")
+    places = [report] if key in report else rows if isinstance(rows, list) else []
+    return places if all(key in place for place in places) else []
 
 
 def results_of(name: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs.generators.measured import IN_EACH, load
+from docs.generators.measured import IN_EACH, OTHERS_IN_USUAL, having, load, usual
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,14 +36,29 @@ def record(name: str, command: str, file: Path) -> None:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """JSON with a line for each key and each result. Entries that all results have are written once; `load`
-    puts them back. Floats with a fraction have five significant digits, finer than any measurement."""
+    """JSON with a line for each key and each result. Entries that all results have are written once, and
+    those of usual.json are left out; `load` puts them back. Floats with a fraction have five significant
+    digits, finer than any measurement."""
     short: Any = {"parse_float": lambda text: float(text if text.endswith(".0") else f"{float(text):.5g}")}
-    report = _with_entries_once(json.loads(json.dumps(report), **short))
+    report = _with_entries_once(_without_usual(json.loads(json.dumps(report), **short)))
     values = {key: json.dumps(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
         values["results"] = "[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]"
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "\n}\n"
+
+
+def _without_usual(report: dict[str, Any]) -> dict[str, Any]:
+    """A key is left as it is where a usual entry is missing."""
+    keys = []
+    for key, entries in usual().items():
+        places = having(report, key)
+        if not places or any(entries.keys() - place[key].keys() for place in places):
+            continue
+        keys.append(key)
+        known = {*map(json.dumps, entries.items())}  # 1 is not true
+        for place in places:
+            place[key] = dict(entry for entry in place[key].items() if json.dumps(entry) not in known)
+    return {**report, OTHERS_IN_USUAL: keys} if keys else report
 
 
 def _with_entries_once(report: dict[str, Any]) -> dict[str, Any]:

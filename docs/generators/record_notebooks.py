@@ -5,8 +5,8 @@
     python -m docs.generators.record_notebooks --gpu            # GPU cells not yet recorded, on a GPU
     python -m docs.generators.record_notebooks --gpu launches   # some GPU cells, by name
 
-A file has the source and the outputs of each code cell: texts, and pictures as SVG. Times depend on the
-computer. GPU cells need no Jupyter and have a file of their own, docs/samples/gpu-cells.json.
+A file has the outputs of each code cell, texts and pictures as SVG, and a digest of its source. Times depend
+on the computer. GPU cells need no Jupyter and have a file of their own, docs/samples/gpu-cells.json.
 
 A GPU cell calls `on_gpu("its name")`, or `on_gpu("its name", 2)` if it needs two GPUs. It imports what it
 uses, so it runs without the cells before it.
@@ -15,6 +15,7 @@ uses, so it runs without the cells before it.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -63,8 +64,13 @@ def num_gpus_of(source: str) -> int:
     return int(found.group(2) or 1) if found else 0
 
 
+def digest(source: str) -> str:
+    """It tells whether a cell is still the one whose outputs are recorded."""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
 def record(path: Path) -> list[dict[str, Any]]:
-    """The source and the outputs of each code cell, run from top to bottom in a fresh kernel. GPU cells are
+    """The digest and the outputs of each code cell, run from top to bottom in a fresh kernel. GPU cells are
     left out."""
     import nbclient
     import nbformat
@@ -76,7 +82,7 @@ def record(path: Path) -> list[dict[str, Any]]:
     resources = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source != PREPARE]
-    return [{"source": cell.source, "outputs": outputs_of(cell)} for cell in cells]
+    return [{"digest": digest(cell.source), "outputs": outputs_of(cell)} for cell in cells]
 
 
 def outputs_of(cell: Any) -> list[dict[str, str]]:
@@ -107,7 +113,8 @@ def record_gpu_cells(names: list[str]) -> None:
     missing = [
         name
         for name, source in sources.items()
-        if cells.get(name, {}).get("source") != source and num_gpus_of(source) <= torch.cuda.device_count()
+        if cells.get(name, {}).get("digest") != digest(source)
+        and num_gpus_of(source) <= torch.cuda.device_count()
     ]
     failed = []
     for name in names or missing:
@@ -115,7 +122,8 @@ def record_gpu_cells(names: list[str]) -> None:
         count, card = num_gpus_of(source), torch.cuda.get_device_name()
         facts = {"gpu": card if count == 1 else f"{count} x {card}", "torch": torch.__version__}
         try:
-            cells[name] = {"source": source, "text": run(source), **facts, "date": str(datetime.date.today())}
+            text, date = run(source), str(datetime.date.today())
+            cells[name] = {"digest": digest(source), "text": text, **facts, "date": date}
         except subprocess.CalledProcessError:
             failed.append(name)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

@@ -136,8 +136,8 @@ def cache_calls(results: Results) -> Rows:
         yield [f"{num_tokens:,}", depth if is_deep else "", *calls]
 
 
-def _microseconds(seconds: list[float]) -> str:
-    values = (min(seconds) * 1e6, statistics.median(seconds) * 1e6)
+def _microseconds(seconds: dict[str, float]) -> str:
+    values = (seconds["min"] * 1e6, seconds["median"] * 1e6)
     return " / ".join(f"{value:.1f}" if value < 10 else f"{value:,.0f}" for value in values)
 
 

@@ -81,11 +81,10 @@ def test_prefix_cache(diptych: Diptych, tmp_path: Path) -> None:
     data = run(diptych, tmp_path, "prefix-cache", *options, "--repeats", "3")
     assert len(data["results"]) == 8
     for one in data["results"]:
-        assert {name: len(times) for name, times in one["times_s"].items()} == {
-            "match": 3,
-            "insert": 3,
-            "evict": 3,
-        }
+        assert [*one["times_s"]] == ["match", "insert", "evict"]
+        for times in one["times_s"].values():
+            assert 0 <= times["min"] <= times["median"] <= times["max"]
+            assert times["num_repeats"] == 3
 
 
 def test_sequences_are_whole_and_that_is_what_is_reported(diptych: Diptych, tmp_path: Path) -> None:

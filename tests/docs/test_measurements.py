@@ -5,7 +5,6 @@ import re
 import subprocess
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -78,8 +77,7 @@ def test_numbers_of_the_course_are_recorded() -> None:
     unknown = []
     for page in sorted((ROOT / "docs" / "course").glob("[0-9]*.md")):
         name = page.stem.replace("-", "_")
-        record = (ROOT / "docs" / "samples" / "notebooks" / f"{name}.json").read_text(encoding="utf-8")
-        known = numbers("\n".join([*pages, *texts(json.loads(record))]))
+        known = numbers("\n".join([*pages, *texts_of(name)]))
         blocks = re.split(r"\n{2,}", page.read_text(encoding="utf-8"))
         for block, below in pairwise([*blocks, ""]):
             if block.startswith("|") and not below.startswith(RECORDED):
@@ -92,8 +90,12 @@ def numbers(text: str) -> list[float]:
     return [float(each.replace(",", "")) for each in re.findall(r"(?<![\w.])\d[\d,_]*(?:\.\d+)?(?!\w)", text)]
 
 
-def texts(cells: list[dict[str, Any]]) -> list[str]:
-    return [text for cell in cells for text in (cell["source"], *(str(out) for out in cell["outputs"]))]
+def texts_of(notebook: str) -> list[str]:
+    """The sources of its cells and their recorded outputs."""
+    places = (ROOT / "notebooks" / f"{notebook}.ipynb", ROOT / "docs/samples/notebooks" / f"{notebook}.json")
+    cells, record = (json.loads(path.read_text(encoding="utf-8")) for path in places)
+    sources = ["".join(cell["source"]) for cell in cells["cells"] if cell["cell_type"] == "code"]
+    return sources + [str(output) for cell in record for output in cell["outputs"]]
 
 
 def is_known(text: str, known: list[float]) -> bool:
@@ -122,6 +124,28 @@ def test_entries_of_all_results_are_written_once(tmp_path: Path, monkeypatch: py
     report = {"command": "x", "results": [{"flags": each, "step_s": i} for i, each in enumerate(flags)]}
     text = record_measurements.text_of(report)
     assert text.count('"tp"') == text.count('"seed"') == 1
+    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(measured, "DATA", tmp_path)
+    assert json.dumps(measured.load("x"), sort_keys=True) == json.dumps(report, sort_keys=True)
+
+
+def test_usual_entries_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key must have all usual ones. Some may differ, others be new."""
+    usual = measured.usual()
+    machine, flags = usual["machine"], usual["flags"]
+    of_one = [flags | {"model": "a", "tp": 2}, flags | {"model": "b", "seed": True}]
+    assert "seed" not in flags
+    report = {
+        "versions": {"torch": usual["versions"]["torch"]},  # without the others
+        "machine": machine | {"num_cpus": 7},
+        "results": [{"flags": each, "step_s": i} for i, each in enumerate(of_one)],
+    }
+    text = record_measurements.text_of(report)
+    assert json.loads(text)["machine"] == {"num_cpus": 7}
+    assert [each["flags"] for each in json.loads(text)["results"]] == [
+        {"model": "a", "tp": 2},
+        {"model": "b", "seed": True},
+    ]
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(measured, "DATA", tmp_path)
     assert json.dumps(measured.load("x"), sort_keys=True) == json.dumps(report, sort_keys=True)

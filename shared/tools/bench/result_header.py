@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,12 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "dtype": str(llm.assembly.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
     }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Repeated measurements, summed up."""
+    middle, count = statistics.median(seconds), len(seconds)
+    return {"median": middle, "min": min(seconds), "max": max(seconds), "num_repeats": count}
 
 
 def ceilings_as_json(ceilings: Ceilings) -> dict[str, float]:

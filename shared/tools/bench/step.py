@@ -20,6 +20,7 @@ from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 from diptych.shared.loading.model_path import is_shape
 from diptych.shared.tools.bench.ceilings import call_times, launch_times
 from diptych.shared.tools.bench.kernel_table import KernelTime, profile_kernels
+from diptych.shared.tools.bench.result_header import spread
 from diptych.shared.tools.bench.step_cost import (
     Ceilings,
     StepCost,
@@ -273,7 +274,6 @@ def free_memory(device: torch.device) -> None:
 
 
 def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, Any]:
-    times = sorted(result.times)
     case = result.case
     return {
         "model": result.model,
@@ -281,12 +281,7 @@ def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, A
         "batch_size": case.batch_size,
         "context_len": case.context_len,
         "num_new_tokens": sum(case.extend_seq_lens),
-        "step_s": {
-            "median": result.time,
-            "min": times[0],
-            "max": times[-1],
-            "num_repeats": len(times),
-        },
+        "step_s": spread(result.times),
         "host_s": result.host_time,
         "weight_bytes": result.cost.weight_bytes,
         "kv_bytes": result.cost.kv_bytes,

@@ -63,8 +63,11 @@ class PrefixCacheBenchmark(Benchmark):
     )
 
     def as_json(self, result: CacheResult) -> dict[str, Any]:
+        from diptych.shared.tools.bench.result_header import spread
+
         sizes = {"num_cached_tokens": result.case.num_cached_tokens}
-        return asdict(result.case) | sizes | {"times_s": result.times}
+        times = {operation: spread(seconds) for operation, seconds in result.times.items()}
+        return asdict(result.case) | sizes | {"times_s": times}
 
     def draw(self, file: Path, results: list[CacheResult]) -> None:
         from diptych.shared.tools.bench import plots
