@@ -30,10 +30,8 @@ def lines_of(run: dict[str, Any]) -> list[Line]:
         for name, count, _ in step["rows"]:
             lines[name].cells[number] = ("prefill" if count > 1 else "decode", "")
         for name, _place, text, *_ in step["tokens"]:
-            lines[name].cells[number] = (
-                lines[name].cells[number][0],
-                text.replace("‹end›", "■").strip() or "␣",
-            )
+            kind, _ = lines[name].cells[number]
+            lines[name].cells[number] = (kind, text.replace("‹end›", "■").strip() or "␣")
     return list(lines.values())
 
 

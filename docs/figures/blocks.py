@@ -48,11 +48,8 @@ def chips(items: Iterable[tuple[str, str]]) -> str:
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """(class of a square, its meaning)"""
-    return (
-        '<div class="legend">'
-        + "".join(f'<span><i class="{cls}"></i>{text}</span>' for cls, text in entries)
-        + "</div>"
-    )
+    squares = "".join(f'<span><i class="{cls}"></i>{text}</span>' for cls, text in entries)
+    return f'<div class="legend">{squares}</div>'
 
 
 def boxes(body: str) -> str:
@@ -66,6 +63,5 @@ def heading(text: str) -> str:
 def grid(rows: Sequence[Sequence[tuple[str, ...]]]) -> str:
     """Rows of cells: arguments of `span`. The first column is as wide as its texts."""
     columns = f"grid-template-columns:max-content repeat({len(rows[0]) - 1},minmax(0,1fr))"
-    return (
-        f'<div class="grid-of" style="{columns}">{"".join(span(*cell) for row in rows for cell in row)}</div>'
-    )
+    cells = "".join(span(*cell) for row in rows for cell in row)
+    return f'<div class="grid-of" style="{columns}">{cells}</div>'

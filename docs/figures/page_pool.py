@@ -29,13 +29,8 @@ class Run:
     """The reference panel with a pool small enough to draw, without a prefix cache."""
 
     def __init__(self) -> None:
-        self.llm = LLM(
-            "tiny-dense",
-            **EXACT,
-            page_size=PAGE_SIZE,
-            max_total_tokens=PAGE_SIZE * NUM_PAGES,
-            disable_radix_cache=True,
-        )
+        pool = {"page_size": PAGE_SIZE, "max_total_tokens": PAGE_SIZE * NUM_PAGES}
+        self.llm = LLM("tiny-dense", **EXACT, **pool, disable_radix_cache=True)
         self.states: list[tuple[State, str]] = []
 
     def submit(self, name: str) -> None:

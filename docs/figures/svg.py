@@ -86,9 +86,8 @@ def standalone(svg: Svg, label: str) -> str:
     rules = rules.replace(dark[0], f"@media (prefers-color-scheme: dark) {{ :root {{{dark[1]}}} }}")
     rules = rules.replace(".picture ", "") + ".file { background: var(--paper); }"
     style = f"<style>{' '.join(rules.split())}</style>"
-    framed = Svg(
-        svg.width + 32, svg.height + 32, [f'<g transform="translate(16 16)">{"".join(svg.parts)}</g>']
-    )
+    inside = f'<g transform="translate(16 16)">{"".join(svg.parts)}</g>'
+    framed = Svg(svg.width + 32, svg.height + 32, [inside])
     return framed.html("file", label).replace("</desc>", "</desc>" + style, 1) + "\n"
 
 

@@ -31,12 +31,10 @@ from docs.generators.tables import Notes, notes_of, read, table
 
 DOCS = Path(__file__).parents[1]
 DATA = DOCS / "measurements" / "data"
-IN_EACH = "in_each_result"
-"""What all results of a file have in common: a key of them, such as "flags", -> its common entries."""
 USUAL = DATA.parent / "usual.json"
-"""What most files have in common: a key of a file or of its results -> entries."""
-OTHERS_IN_USUAL = "others_in_usual.json"
-"""The keys of which a file has only the entries that are not the usual ones."""
+"""What most files have in common: a key of a file or of its results, such as "flags" -> entries."""
+COMMON = "common, besides usual.json"
+"""What all results of a file have in common: such a key -> entries that are not the usual ones."""
 MAX_COLUMNS = 87
 """Of a command."""
 
@@ -103,26 +101,17 @@ def where(report: dict[str, Any]) -> str:
 
 def load(name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    for key, values in report.pop(IN_EACH, {}).items():
-        for result in report["results"]:
-            result[key] = {**values, **result[key]}
-    for key in report.pop(OTHERS_IN_USUAL, []):
+    usual = json.loads(USUAL.read_text(encoding="utf-8"))
+    for key, entries in report.pop(COMMON, {}).items():
         for place in having(report, key):
-            place[key] = {**usual()[key], **place[key]}
+            place[key] = {**usual[key], **entries, **place[key]}
     return report
 
 
-@cache
-def usual() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(USUAL.read_text(encoding="utf-8"))
-    return found
-
-
 def having(report: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Where this key is: in the report or in each of its results."""
-    rows = report.get("results")
-    places = [report] if key in report else rows if isinstance(rows, list) else []
-    return places if all(key in place for place in places) else []
+    """The report or its results, where this key is."""
+    places = (report, *report.get("results", ()))
+    return [place for place in places if isinstance(place, dict) and key in place]
 
 
 def results_of(name: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs.generators.measured import IN_EACH, OTHERS_IN_USUAL, having, load, usual
+from docs.generators.measured import COMMON, USUAL, having, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,36 +40,28 @@ def text_of(report: dict[str, Any]) -> str:
     those of usual.json are left out; `load` puts them back. Floats with a fraction have five significant
     digits, finer than any measurement."""
     short: Any = {"parse_float": lambda text: float(text if text.endswith(".0") else f"{float(text):.5g}")}
-    report = _with_entries_once(_without_usual(json.loads(json.dumps(report), **short)))
+    report = _without_common(json.loads(json.dumps(report), **short))
     values = {key: json.dumps(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
         values["results"] = "[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]"
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "\n}\n"
 
 
-def _without_usual(report: dict[str, Any]) -> dict[str, Any]:
-    """A key is left as it is where a usual entry is missing."""
-    keys = []
-    for key, entries in usual().items():
+def _without_common(report: dict[str, Any]) -> dict[str, Any]:
+    """A key stays as it is where a usual entry is missing."""
+    common: dict[str, Any] = {}
+    for key, usual in json.loads(USUAL.read_text(encoding="utf-8")).items():
         places = having(report, key)
-        if not places or any(entries.keys() - place[key].keys() for place in places):
+        if not places or any(usual.keys() - place[key].keys() for place in places):
             continue
-        keys.append(key)
-        known = {*map(json.dumps, entries.items())}  # 1 is not true
+        first, *others = ({*map(json.dumps, place[key].items())} for place in places)  # 1 is not true
+        known = {*map(json.dumps, usual.items())}
+        in_each = first.intersection(*others) - known if others else set()
+        common[key] = {name: v for name, v in places[0][key].items() if json.dumps((name, v)) in in_each}
         for place in places:
-            place[key] = dict(entry for entry in place[key].items() if json.dumps(entry) not in known)
-    return {**report, OTHERS_IN_USUAL: keys} if keys else report
-
-
-def _with_entries_once(report: dict[str, Any]) -> dict[str, Any]:
-    rows: Any = report.get("results")
-    keys = [key for key in ("flags", "components") if isinstance(rows, list) and all(key in r for r in rows)]
-    if not keys or len(rows) < 2:
-        return report
-    texts = {k: [{*map(json.dumps, r[k].items())} for r in rows] for k in keys}  # 1 is not true
-    once = {k: [e for e in rows[0][k].items() if all(json.dumps(e) in t for t in texts[k])] for k in keys}
-    rows = [{**r, **{k: dict(e for e in r[k].items() if e not in once[k]) for k in keys}} for r in rows]
-    return {**report, IN_EACH: {key: dict(entries) for key, entries in once.items()}, "results": rows}
+            kept = (each for each in place[key].items() if json.dumps(each) not in known | in_each)
+            place[key] = dict(kept)
+    return {**report, COMMON: common} if common else report
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -131,15 +131,10 @@ def flags(group: str, *more: str) -> str:
     found = [each for each in flags_of(EngineFlags).values() if each.group == wanted]
     if not found:
         raise ValueError(f"no flag has the group {wanted!r}")
-    rows = [
-        [
-            f"`--{each.name.replace('_', '-')}`",
-            code(str(each.default)),
-            cell(help_of(each, False)),
-            cell(costs[each.name]),
-        ]
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        option, default = f"`--{each.name.replace('_', '-')}`", code(str(each.default))
+        rows.append([option, default, cell(help_of(each, False)), cell(costs[each.name])])
     return table(["Flag", "Default", "What it does", "Effect and cost"], rows)
 
 
@@ -195,8 +190,7 @@ def server_results() -> str:
 
 def reproducers(*server: str) -> str:
     """Bugs of a server that `tests/server_check/reproducers.py` shows, from its recorded run."""
-    path = Path(__file__).parents[1] / "samples" / "servers" / "reproducers.json"
-    found = json.loads(path.read_text(encoding="utf-8"))[" ".join(server)]
+    found = read("docs/samples/servers/reproducers.json")[" ".join(server)]
     names = ("name", "request", "expected", "got")
     rows = [[code(row["name"]), *(cell(row[each]) for each in names[1:])] for row in found["rows"]]
     return table(["Reproducer", "Request", "Expected", "Got"], rows)

@@ -10,19 +10,10 @@ from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "docs" / "course"
-HEADINGS = [
-    "The problem",
-    "By hand",
-    "A toy version",
-    "Your turn",
-    "The reference",
-    "The optimized twin",
-    "Measured",
-    "Worked problems",
-    "Traps",
-    "What you can now say",
-    "Links",
-]
+HEADINGS = (
+    "The problem, By hand, A toy version, Your turn, The reference, The optimized twin, Measured, "
+    "Worked problems, Traps, What you can now say, Links"
+)
 NUM_PROBLEMS, NUM_SENTENCES = 5, 5
 MAX_TOY_LINES = 35  # without blank ones
 
@@ -56,7 +47,8 @@ def part_of(stage: Stage, heading: str) -> str:
 
 @each_stage
 def test_headings(stage: Stage) -> None:
-    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == HEADINGS
+    headings = re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE)
+    assert ", ".join(headings) == HEADINGS
 
 
 @each_stage

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.figures.__main__ import FIGURES, FILES, FOLDER, main, remake
+from docs.figures.svg import STYLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
@@ -87,14 +88,14 @@ def estimated_end(text: ElementTree.Element, pixel: float) -> float:
 def test_a_page_includes_it_and_has_its_styles(name: str) -> None:
     assert [path for path, page in PAGES.items() if f'--8<-- "docs/figures/{name}.html"' in page]
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|<img|@import|url\(", text_of(name))
-    styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
+    styles = STYLES.read_text(encoding="utf-8")
     used = {each for value in re.findall(r'class="([^"]*)"', text_of(name)) for each in value.split()}
     assert {each for each in used if f".{each}" not in styles} <= {"steps"}
 
 
 @pytest.mark.parametrize("selector", [":root", '[data-md-color-scheme="slate"]'])
 def test_text_contrasts_with_its_fill(selector: str) -> None:
-    styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
+    styles = STYLES.read_text(encoding="utf-8")
     block = styles.partition(f"{selector} {{")[2].partition("}")[0]
     known = {name: luminance(value) for name, value in re.findall(r"--(\w+): #(\w+);", block)}
     pairs = [("ink", fill) for fill in ("paper", "none", "grey", "fa", "fb", "fc", "fd", "fe")]

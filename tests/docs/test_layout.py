@@ -63,6 +63,13 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
     assert wrong == []
 
 
+def first_of(driver: Any, selector: str) -> Any:
+    """The first element, as soon as there is one."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(driver, 20).until(lambda _: driver.find_elements("css selector", selector))[0]
+
+
 NOTE = ".md-tooltip--active .md-tooltip__inner"
 
 
@@ -78,9 +85,7 @@ def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: in
     set_screen(driver, width)
     driver.get(f"{site[0]}/course/05-radix-cache/")
     driver.execute_script("document.querySelectorAll('details').forEach((each) => { each.open = true })")
-    marker = WebDriverWait(driver, 20).until(
-        lambda _: driver.find_elements("css selector", ".highlight .md-annotation__index")
-    )[0]
+    marker = first_of(driver, ".highlight .md-annotation__index")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", marker)
     WebDriverWait(driver, 20).until(lambda _: "first page of its tokens" in text_of_notes(driver))
     note = driver.find_element("css selector", NOTE)
@@ -102,11 +107,7 @@ def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: in
 def test_search_finds_the_concept_before_its_measurements(
     driver: Any, site: tuple[str, list[str]], query: str, page: str
 ) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
     set_screen(driver, 1440)
     driver.get(f"{site[0]}/?q={query}")
-    first = WebDriverWait(driver, 20).until(
-        lambda _: driver.find_elements("css selector", ".md-search-result__link")
-    )[0]
+    first = first_of(driver, ".md-search-result__link")
     assert first.get_attribute("href").startswith(f"{site[0]}/{page}/")

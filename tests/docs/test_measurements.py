@@ -10,6 +10,8 @@ import pytest
 
 from docs.generators import measured, record_measurements
 from docs.generators.expand import expand
+from docs.generators.notebook_pages import page_of
+from docs.generators.record_notebooks import NOTEBOOKS
 from docs.generators.tables import cells_of
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +78,8 @@ def test_numbers_of_the_course_are_recorded() -> None:
     pages = [expand(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.md")]
     unknown = []
     for page in sorted((ROOT / "docs" / "course").glob("[0-9]*.md")):
-        name = page.stem.replace("-", "_")
-        known = numbers("\n".join([*pages, *texts_of(name)]))
+        notebook = page_of(NOTEBOOKS / f"{page.stem.replace('-', '_')}.ipynb")
+        known = numbers("\n".join([*pages, *notebook.split("~~~")[1::2]]))
         blocks = re.split(r"\n{2,}", page.read_text(encoding="utf-8"))
         for block, below in pairwise([*blocks, ""]):
             if block.startswith("|") and not below.startswith(RECORDED):
@@ -88,14 +90,6 @@ def test_numbers_of_the_course_are_recorded() -> None:
 
 def numbers(text: str) -> list[float]:
     return [float(each.replace(",", "")) for each in re.findall(r"(?<![\w.])\d[\d,_]*(?:\.\d+)?(?!\w)", text)]
-
-
-def texts_of(notebook: str) -> list[str]:
-    """The sources of its cells and their recorded outputs."""
-    places = (ROOT / "notebooks" / f"{notebook}.ipynb", ROOT / "docs/samples/notebooks" / f"{notebook}.json")
-    cells, record = (json.loads(path.read_text(encoding="utf-8")) for path in places)
-    sources = ["".join(cell["source"]) for cell in cells["cells"] if cell["cell_type"] == "code"]
-    return sources + [str(output) for cell in record for output in cell["outputs"]]
 
 
 def is_known(text: str, known: list[float]) -> bool:
@@ -119,32 +113,24 @@ def test_a_command_is_recorded_in_its_file(tmp_path: Path) -> None:
         record_measurements.main(tmp_path, ["wrong=python -c 'raise SystemExit(3)'"])
 
 
-def test_entries_of_all_results_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = [{"model": "a", "tp": 1, "seed": 0, "x": 1}, {"model": "b", "tp": 1, "seed": 0, "x": True}]
-    report = {"command": "x", "results": [{"flags": each, "step_s": i} for i, each in enumerate(flags)]}
-    text = record_measurements.text_of(report)
-    assert text.count('"tp"') == text.count('"seed"') == 1
-    (tmp_path / "x.json").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(measured, "DATA", tmp_path)
-    assert json.dumps(measured.load("x"), sort_keys=True) == json.dumps(report, sort_keys=True)
-
-
-def test_usual_entries_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key must have all usual ones. Some may differ, others be new."""
-    usual = measured.usual()
-    machine, flags = usual["machine"], usual["flags"]
-    of_one = [flags | {"model": "a", "tp": 2}, flags | {"model": "b", "seed": True}]
-    assert "seed" not in flags
+def test_entries_in_common_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual ones in usual.json, where a key has all of them. Some may differ, others be new."""
+    usual = json.loads(measured.USUAL.read_text(encoding="utf-8"))
+    flags = [{"tp": 2, "seed": 0, "x": 1, "ep": 1}, {"tp": True, "seed": 0, "x": True, "ep": True}]
     report = {
         "versions": {"torch": usual["versions"]["torch"]},  # without the others
-        "machine": machine | {"num_cpus": 7},
-        "results": [{"flags": each, "step_s": i} for i, each in enumerate(of_one)],
+        "machine": usual["machine"] | {"num_cpus": 7},
+        "results": [{"flags": usual["flags"] | each, "step_s": i} for i, each in enumerate(flags)],
     }
+    assert {"tp": 1, "ep": 1}.items() <= usual["flags"].items()
     text = record_measurements.text_of(report)
-    assert json.loads(text)["machine"] == {"num_cpus": 7}
-    assert [each["flags"] for each in json.loads(text)["results"]] == [
-        {"model": "a", "tp": 2},
-        {"model": "b", "seed": True},
+    assert [text.count(f'"{name}"') for name in ("torch", "cpu", "seed", "tp", "x", "ep")] == [
+        1,
+        0,
+        1,
+        2,
+        2,
+        1,
     ]
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(measured, "DATA", tmp_path)

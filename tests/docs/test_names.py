@@ -43,14 +43,8 @@ def resolve(dotted: str) -> object:
 def vocabulary() -> dict[str, type]:
     """Classes that pages name without their module: interfaces, types, the engine."""
     found: dict[str, type] = {}
-    for name in (
-        "diptych.shared.interfaces",
-        "diptych.shared.types",
-        "diptych.shared.types.attention",
-        "diptych.shared.config",
-        "diptych.shared.engine.llm",
-    ):
-        module = importlib.import_module(name)
+    for name in ("interfaces", "types", "types.attention", "config", "engine.llm"):
+        module = importlib.import_module(f"diptych.shared.{name}")
         found |= {key: value for key, value in vars(module).items() if isinstance(value, type)}
     return found
 

@@ -30,9 +30,8 @@ def sources_of(path: Path) -> list[tuple[str, str]]:
 def test_page_has_every_cell_with_its_recorded_output(path: Path) -> None:
     cells = [source for kind, source in sources_of(path) if kind == "code" and name_of(source) is None]
     found = json.loads((FOLDER / f"{path.stem}.json").read_text(encoding="utf-8"))
-    assert [cell["digest"] for cell in found] == list(map(digest, cells)), (
-        f"docs.generators.record_notebooks {path.stem}"
-    )
+    digests = [digest(source) for source in cells]
+    assert [cell["digest"] for cell in found] == digests, f"docs.generators.record_notebooks {path.stem}"
     assert any(cell["outputs"] for cell in found)
     page, gpu = page_of(path), GPU_CELLS[path]
     shown = gpu if any(name in record() for name in gpu) else {}
@@ -60,9 +59,8 @@ def test_gpu_cells_run_alone(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
     assert record_notebooks.run("n = 2\ndef square(x):\n    return x * n\nprint(square(3))") == "6\n"
     found = {name: cell["digest"] for name, cell in record().items()}
-    assert found.items() <= {name: digest(source) for name, source in cells}.items(), (
-        "python -m docs.generators.record_notebooks --gpu"
-    )
+    known = {name: digest(source) for name, source in cells}
+    assert found.items() <= known.items(), "python -m docs.generators.record_notebooks --gpu"
     assert all({"text", "gpu", "torch", "date"} < set(cell) for cell in record().values())
 
 
