@@ -7,6 +7,7 @@ the drafter's state.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,20 @@ from dataclasses import dataclass
 import torch
 from tqdm.auto import tqdm
 
-from diptych.optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from diptych.optimized.graphs.cuda_graph import (
+    CapturedCall,
+    CudaGraphs,
+    graphs_of_drafter,
+    try_to_capture,
+    warn_of_launches,
+)
 from diptych.optimized.graphs.decode_graph import PaddedVectors
 from diptych.optimized.graphs.verify_graph import verify_batch_sizes
 from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import AttentionBackend
-from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode
+from diptych.shared.speculation.drafter_base import BaseDrafter
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req
 
 Draft = Callable[[DraftBatch, DraftShape], DraftTree]
 Extend = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], None]
@@ -167,3 +176,52 @@ def capture_drafts(
     for of_shape in of_shapes:
         if not of_shape.capture_all(graphs, draft, extend):
             return
+
+
+class GraphDrafter(BaseDrafter):
+    """Drafts and extends in graphs; kernels of other batches are launched one by one."""
+
+    runs_ahead = True
+
+    def make_graphs(self, like: torch.Tensor) -> None:
+        """Behind `make_attention`. like: an example of the hidden states of extensions."""
+        self.graphs = [
+            DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
+            for shape in possible_shapes(self.config)
+        ]
+        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
+        if graphs is not None:
+            capture_drafts(self.graphs, graphs, self._draft, self._extend)
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        assert hidden_states is not None
+        given = forward_batch, hidden_states, next_token_ids
+        if not any(of_shape.extend(*given) for of_shape in self.graphs):
+            self._extend(*given)
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """Draft. With a graph, the next draft of the same size overwrites the tree."""
+        for of_shape in self.graphs:
+            tree = of_shape.draft(batch, shape)
+            if tree is not None:
+                return tree
+        return self._draft(batch, shape)
+
+    @abstractmethod
+    def _extend(
+        self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
+    ) -> None:
+        """Captured: without waiting for the device."""
+
+    @abstractmethod
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """Captured: without waiting for the device."""
+
+    def _cuda_graphs(self) -> CudaGraphs | None:
+        return graphs_of_drafter(self.parts.model, self.parts.device)

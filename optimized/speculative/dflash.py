@@ -8,52 +8,24 @@ otherwise, and for larger batches, kernels are launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
-from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
-from diptych.shared.config.speculation_flags import possible_shapes
+from diptych.optimized.graphs.draft_graphs import GraphDrafter
 from diptych.shared.interfaces import ReqToTokenPool
 from diptych.shared.speculation.drafter_base import BaseDFlashDrafter
-from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch
 
 
-class DFlashDrafter(BaseDFlashDrafter):
-    runs_ahead = True
-
+class DFlashDrafter(GraphDrafter, BaseDFlashDrafter):
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.make_attention(self.draft_config.model, req_to_token_pool, num_slots)
         options: Any = {"dtype": self.parts.dtype, "device": self.parts.device}
         like = torch.empty(0, self.draft_config.target_hidden_size, **options)
-        self.graphs = [
-            DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
-            for shape in possible_shapes(self.config)
-        ]
-        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
-        if graphs is not None:
-            capture_drafts(self.graphs, graphs, self._draft_block, self._extend)
+        self.make_graphs(like)
 
-    def extend(
-        self,
-        reqs: Sequence[Req],
-        forward_batch: ForwardBatch,
-        hidden_states: torch.Tensor | None,
-        next_token_ids: torch.Tensor,
-    ) -> None:
-        assert hidden_states is not None
-        given = forward_batch, hidden_states, next_token_ids
-        if not any(of_shape.extend(*given) for of_shape in self.graphs):
-            self._extend(*given)
-
-    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        """Draft. With a graph, the next draft of the same size overwrites the tree."""
-        for of_shape in self.graphs:
-            tree = of_shape.draft(batch, shape)
-            if tree is not None:
-                return tree
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         return self._draft_block(batch, shape)
 
     def _extend(
@@ -61,6 +33,3 @@ class DFlashDrafter(BaseDFlashDrafter):
     ) -> None:
         """Rows of padding are stored too, behind the accepted ones. The next block overwrites them."""
         self._store(forward_batch, hidden_states)
-
-    def _cuda_graphs(self) -> CudaGraphs | None:
-        return graphs_of_drafter(self.parts.model, self.parts.device)

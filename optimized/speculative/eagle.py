@@ -10,16 +10,13 @@ may run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
-from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
+from diptych.optimized.graphs.draft_graphs import GraphDrafter
 from diptych.optimized.speculative.draft_beams import BeamSteps
-from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import ReqToTokenPool
 from diptych.shared.speculation.drafter_base import BaseEagleDrafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
@@ -32,42 +29,14 @@ class LastRow(NamedTuple):
     next_hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for the token that comes next
 
 
-class EagleDrafter(BaseEagleDrafter):
-    runs_ahead = True
-
+class EagleDrafter(GraphDrafter, BaseEagleDrafter):
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.make_attention(self.draft_config.model, req_to_token_pool, num_slots)
         options: Any = {"dtype": self.parts.dtype, "device": self.parts.device}
         num_rows = req_to_token_pool.req_to_token.shape[0]
         self.last_rows = LastRow(*torch.zeros(2, num_rows, self.draft_config.model.hidden_size, **options))
         like = torch.empty(0, self.draft_config.target_hidden_size, **options)
-        self.graphs = [
-            DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
-            for shape in possible_shapes(self.config)
-        ]
-        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
-        if graphs is not None:
-            capture_drafts(self.graphs, graphs, self._draft, self._extend)
-
-    def extend(
-        self,
-        reqs: Sequence[Req],
-        forward_batch: ForwardBatch,
-        hidden_states: torch.Tensor | None,
-        next_token_ids: torch.Tensor,
-    ) -> None:
-        assert hidden_states is not None
-        tell = forward_batch, hidden_states, next_token_ids
-        if not any(of_shape.extend(*tell) for of_shape in self.graphs):
-            self._extend(*tell)
-
-    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        """Draft. With a graph, the next draft of the same size overwrites the tree."""
-        for of_shape in self.graphs:
-            tree = of_shape.draft(batch, shape)
-            if tree is not None:
-                return tree
-        return self._draft(batch, shape)
+        self.make_graphs(like)
 
     def last_row(self, req: Req) -> LastRow:
         return LastRow(*(rows[req.req_pool_idx] for rows in self.last_rows))
@@ -115,6 +84,3 @@ class EagleDrafter(BaseEagleDrafter):
             hidden_states = output.next_hidden_states[(first_beams + steps[-1].parents).flatten()]
         return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
         # --8<-- [end:eagle-draft]
-
-    def _cuda_graphs(self) -> CudaGraphs | None:
-        return graphs_of_drafter(self.parts.model, self.parts.device)

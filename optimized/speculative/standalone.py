@@ -14,29 +14,19 @@ from dataclasses import replace
 
 import torch
 
-from diptych.optimized.graphs.cuda_graph import CudaGraphs, graphs_of_drafter
-from diptych.optimized.graphs.draft_graphs import DraftGraphs, capture_drafts
+from diptych.optimized.graphs.draft_graphs import GraphDrafter
 from diptych.optimized.speculative.draft_beams import BeamSteps
-from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import ReqToTokenPool
 from diptych.shared.interfaces.attention import BatchAttention
 from diptych.shared.speculation.drafter_base import BaseStandaloneDrafter
 from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
 
-class StandaloneDrafter(BaseStandaloneDrafter):
-    runs_ahead = True
-
+class StandaloneDrafter(GraphDrafter, BaseStandaloneDrafter):
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.make_attention(self.model_config, req_to_token_pool, num_slots)
         self.no_states = torch.empty(0, 1, dtype=self.parts.dtype, device=self.parts.device)
-        self.graphs = [
-            DraftGraphs(self.config, shape, self.num_slots(shape), self.no_states, self.attention)
-            for shape in possible_shapes(self.config)
-        ]
-        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
-        if graphs is not None:
-            capture_drafts(self.graphs, graphs, self._draft, self._extend)
+        self.make_graphs(self.no_states)
 
     def extend(
         self,
@@ -48,16 +38,7 @@ class StandaloneDrafter(BaseStandaloneDrafter):
         # Accepted drafts are computed again, because they may have moved to another slot, and a plain step or
         # a prefill has no drafts.
         states = self.no_states.new_zeros(forward_batch.num_tokens, 1)  # the graphs' buffers have a place
-        if not any(of_shape.extend(forward_batch, states, next_token_ids) for of_shape in self.graphs):
-            self._extend(forward_batch, states, next_token_ids)
-
-    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        """Draft. With a graph, the next draft of the same size overwrites the tree."""
-        for of_shape in self.graphs:
-            tree = of_shape.draft(batch, shape)
-            if tree is not None:
-                return tree
-        return self._draft(batch, shape)
+        super().extend(reqs, forward_batch, states, next_token_ids)
 
     # ---- captured functions ----
 
@@ -112,6 +93,3 @@ class StandaloneDrafter(BaseStandaloneDrafter):
             seq_lens_cpu=tuple(n + 1 for n in batch.seq_lens_cpu),
             extend_seq_lens_cpu=(1,) * bs,
         )
-
-    def _cuda_graphs(self) -> CudaGraphs | None:
-        return graphs_of_drafter(self.parts.model, self.parts.device)

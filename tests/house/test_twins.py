@@ -79,6 +79,15 @@ def test_a_class_may_come_from_another_file_of_the_panel() -> None:
     assert twin_differences(REFERENCE + node, OPTIMIZED + "from diptych.shared.tree import Node\n") != []
 
 
+def test_a_method_may_come_from_a_base_in_another_file_of_the_panel() -> None:
+    heir = OPTIMIZED.replace("    def evict(self, num_tokens): ...\n", "").replace(
+        "Cache:", "Cache(Fast, Base):"
+    )
+    assert twin_differences(REFERENCE, heir) == ["Cache.evict is missing"]
+    assert twin_differences(REFERENCE, heir + "from diptych.optimized.fast import Fast\n") == []
+    assert twin_differences(REFERENCE, heir + "from diptych.shared.fast import Fast\n") != []
+
+
 def test_functions_are_a_panels_own() -> None:
     """A module-level function may be missing; one of the same name has the same parameters."""
     assert twin_differences(REFERENCE, OPTIMIZED.replace("def helper(a, b): ...\n", "")) == []

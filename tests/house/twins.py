@@ -29,9 +29,14 @@ def public_surface(source: str) -> Surface:
 def twin_differences(reference: str, optimized: str) -> list[str]:
     """The differences that keep two sources from being twins. The optimized one may have names of its own (a
     kernel's launcher, a helper). It has the reference's classes and methods too, with the same parameters, in
-    the same order. A class may come from another file of the panel."""
+    the same order. A class, or a base of it that has its methods, may come from another file of the panel."""
     ours, theirs = public_surface(reference), public_surface(optimized)
-    required = {name for name in _of_classes(reference) if name.partition(".")[0] not in _imported(optimized)}
+    imported, heirs = _imported(optimized), _heirs(optimized)
+    required = set()
+    for name in _of_classes(reference):
+        owner, _, method = name.partition(".")
+        if owner not in imported and not (method and owner in heirs):
+            required.add(name)
     problems = [f"{name} is missing" for name in ours if name in required and name not in theirs]
     for name, parameters in ours.items():
         given = theirs.get(name, parameters)
@@ -75,6 +80,12 @@ def _imported(source: str) -> set[str]:
         if str(node.module).startswith("diptych.optimized.")
         for alias in node.names
     }
+
+
+def _heirs(source: str) -> set[str]:
+    """Classes of which a source imports a base from its panel."""
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {node.name for node in classes if {*map(ast.unparse, node.bases)} & _imported(source)}
 
 
 def _is_public(name: str) -> bool:

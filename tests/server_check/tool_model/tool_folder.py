@@ -26,11 +26,11 @@ def write_folder(folder: Path, adapter: Path = ADAPTER) -> Path:
     write_tokenizer(folder)
     weights, delta = load_file(BASE / "model.safetensors"), load_file(adapter)
     for name in {key.rpartition(".")[0] for key in delta if key != "rows"}:
-        a, b = (delta[f"{name}.{part}"] * delta[f"{name}.{part}_scale"][:, None] for part in "ab")
-        weights[name] = (weights[name].float() + b.T @ a).to(weights[name].dtype)
-    rows = weights[EMBEDDING].clone()
-    rows[MARKER_IDS] = delta["rows"].to(rows.dtype)
-    weights[EMBEDDING] = rows
+        factors = (delta[f"{name}.{part}"] * delta[f"{name}.{part}_scale"][..., None] for part in "ab")
+        for layer, (a, b) in enumerate(zip(*factors)):
+            weight = weights[f"model.layers.{layer}.{name}"]
+            weight.copy_(weight.float() + b.T @ a)
+    weights[EMBEDDING][MARKER_IDS] = delta["rows"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -121,11 +121,13 @@ def main() -> None:
                 flush=True,
             )
     found = {"rows": embedding.parametrizations.weight[0].rows.detach().to(torch.bfloat16)}
-    for name in names:
+    by_layer: dict[str, list[torch.Tensor]] = {}
+    for name in names:  # those of a layer after those of the layer before
         trained = model.model.layers.get_submodule(name).parametrizations.weight[0]
         parts = compressed(trained.a.detach(), trained.b.detach().T, SAVED_RANK)
-        found |= {f"model.layers.{name}.weight.{part}": value for part, value in parts.items()}
-    save_file({name: value.contiguous() for name, value in found.items()}, options.out)
+        for part, value in parts.items():
+            by_layer.setdefault(f"{name.partition('.')[2]}.weight.{part}", []).append(value)
+    save_file(found | {name: torch.stack(values) for name, values in by_layer.items()}, options.out)
 
 
 if __name__ == "__main__":
