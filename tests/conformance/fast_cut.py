@@ -1,12 +1,11 @@
 """Which cases of a clause `make test` tries; `make test-all` tries all of them.
 
-A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover, at most MAX_COVER cases
-(MAX_SLOW of a component that is slow): every pair of values of two axes occurs in one of them, as far as so
-many cases can. Of a grid with a single
-axis that several clauses of a component share (the model families), each clause keeps a few values, and
-together they keep all. Added to these are the cases that catch a planted bug (killers.json), and those that
-alone run a line (ALONE). The reference has half of a cover, and of a slow component half of the cases of any
-clause: where an implementation is compared with it, it runs the other cases too.
+Each clause has the cases that catch its planted bugs (killers.json), and those that alone run a line (ALONE).
+Of a slow component it has one more, which the reference leaves out. Of the others a clause of few cases keeps
+them all, and a larger grid keeps a pairwise cover, at most MAX_COVER cases: every pair of values of two axes
+occurs in one of them, as far as so many cases can. Of a grid with a single axis that several clauses of a
+component share (the model families), each clause keeps a few values, and together they keep all. The reference
+has half of a cover: where an implementation is compared with it, it runs the other cases too.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from tests.conformance.mutants.mutant import killers
 
-MAX_KEPT = 5  # a clause of so few cases keeps them all
-MAX_COVER = 6
-MAX_SLOW = 3
-FEW = 4  # values of a single axis; one less of a component that is slow
+MAX_KEPT = 4  # a clause of so few cases keeps them all
+MAX_COVER = 4
+FEW = 3  # values of a single axis
 SLOW = {
     "attention",
+    "collectives",
     "draft_models",
     "drafter",
+    "linear_attention",
+    "lora",
     "mla_attention",
     "model_runner",
     "models",
     "moe",
+    "quantized_experts",
     "sampler",
     "scheduler",
 }
 """Components whose cases take most of the time: models, Triton's interpreter, many steps."""
-SLOWEST = {"drafter"}
-"""Of a cover, the reference has one half and the other implementations the other."""
 ALONE = {
     "any-moment": {"retract twice after 3 steps, pages of 4"},
     "fixed-shape": {"window"},
@@ -58,24 +58,22 @@ class FastCut(NamedTuple):
 
 def fast_cases(clauses: list[Clause], component: str = "") -> dict[str, FastCut]:
     """Clause -> the cases that stay in the fast cut, for the clauses of a component."""
-    is_slow = component in SLOW
-    most = MAX_SLOW if is_slow else MAX_COVER
     named: dict[str, set[str]] = {}
     for name, case in killers().values():
         named.setdefault(name, set()).add(case)
     kept = {}
     for number, clause in enumerate(clauses):
         names = [case.name for case in clause.cases]
-        if len(names) <= MAX_KEPT:
-            cover, half = names, (names[number % 2 :: 2] if is_slow else []) or names
-        elif cover := pairwise_cover(clause.cases, most):
-            half = cover[: (most + 1) // 2]
-        else:
-            few = FEW - is_slow
-            cover = half = [names[(number * few + i) % len(names)] for i in range(few)]
-        if component in SLOWEST:
-            cover, half = cover[::2], cover[1::2] or cover
         chosen = (named.get(clause.name, set()) | ALONE.get(clause.name, set())) & set(names)
+        if component in SLOW:
+            cover = [names[number % len(names)]]
+            half = [] if chosen else cover
+        elif len(names) <= MAX_KEPT:
+            cover = half = names
+        elif cover := pairwise_cover(clause.cases):
+            half = cover[: MAX_COVER // 2]
+        else:
+            cover = half = [names[(number * FEW + i) % len(names)] for i in range(FEW)]
         kept[clause.name] = FastCut({*cover, *chosen}, {*half, *chosen})
     return kept
 

@@ -11,7 +11,7 @@ from diptych.shared.tools.conformance.diff.lockstep import Lockstep
 from diptych.shared.tools.conformance.diff.outcome import Divergence, Outcome
 from diptych.shared.types import SamplingParams
 
-NUM_NEW = 8
+NUM_NEW = 5
 QUESTIONS = (
     "What is 12 + 30?",
     "What is 12 + 31? Mara lives in Bergen.",

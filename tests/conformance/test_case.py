@@ -13,7 +13,6 @@ from tests.conformance.fast_cut import (
     ALONE,
     FEW,
     MAX_COVER,
-    MAX_SLOW,
     SLOW,
     fast_cases,
     pairwise_cover,
@@ -80,9 +79,9 @@ def test_smaller_cases_are_cases() -> None:
 
 
 def test_the_fast_cut_covers_pairs_and_keeps_few() -> None:
-    cases = grid("{a}{b}{c}", a=range(3), b=range(2), c=range(2))
+    cases = grid("{a}{b}{c}", a=range(2), b=range(2), c=range(2))
     kept = [case for case in cases if case.name in pairwise_cover(cases)]
-    assert {(case.a, case.b) for case in kept} == {(a, b) for a in range(3) for b in range(2)}
+    assert {(case.a, case.b) for case in kept} == {(a, b) for a in range(2) for b in range(2)}
     assert {(case.b, case.c) for case in kept} == {(b, c) for b in range(2) for c in range(2)}
     assert len(kept) <= MAX_COVER < len(cases)
     many = grid("{a}{b}{c}", a=range(9), b=range(9), c=range(9))
@@ -91,7 +90,7 @@ def test_the_fast_cut_covers_pairs_and_keeps_few() -> None:
     cut = fast_cases([clause])["clause"]
     assert cut.half < cut.whole
     assert (len(cut.half), len(cut.whole)) == (MAX_COVER // 2, MAX_COVER)
-    assert len(fast_cases([clause], "scheduler")["clause"].whole) == MAX_SLOW
+    assert len(fast_cases([clause], "scheduler")["clause"].half) == 1
 
 
 def test_cases_that_the_fast_cut_names_exist() -> None:

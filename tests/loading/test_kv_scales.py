@@ -207,7 +207,7 @@ def test_latent_rows_have_one_scale(tmp_path: Path) -> None:
     assert found == [KVScales(0.5 + i, 0.5 + i) for i in range(config.num_hidden_layers)]
 
 
-@pytest.mark.parametrize("config", ["llama-biases", "deepseek-v2"])
+@pytest.mark.parametrize("config", ["llama-biases", pytest.param("deepseek-v2", marks=pytest.mark.full)])
 def test_a_bfloat16_pool(config: str, tmp_path: Path) -> None:
     """Half the bytes of a float32 model's; both panels give the same tokens, and other than with float32."""
     folder = tmp_path / config

@@ -101,7 +101,7 @@ def test_slots_stay_on_the_host_wherever_the_model_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2000, 2012), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2012, 2030))]
+    "seed", [*range(2000, 2004), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2004, 2030))]
 )
 def test_any_schedule_on_these_pools(seed: int) -> None:
     parts = ("memory_pool", "schedule_policy", "prefill_adder", "radix_cache")

@@ -198,7 +198,7 @@ def test_retraction_and_a_small_pool(model: PreTrainedModel, folder: Path, panel
 
 @both
 def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path, panel: str) -> None:
-    llm = engine(folder, panel)
+    llm = engine(folder, panel, max_total_tokens=64)
     tokens = plain_loop(model, prompt_of(9), PARAMS)
     stop = tokens[5]
     params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, stop_token_ids=(stop,))
@@ -206,7 +206,7 @@ def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path, pan
     assert output.output_ids == tokens[: tokens.index(stop) + 1]
     params = GREEDY.updated(max_new_tokens=1000)
     longest = llm.generate(prompt_of(9), params, diffusion=PARAMS, progress=False)
-    assert len(longest.output_ids) == 256 - 9  # to the end of the pool's last block
+    assert len(longest.output_ids) == 64 - 9  # to the end of the pool's last block
 
 
 @both

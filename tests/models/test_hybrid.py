@@ -125,12 +125,14 @@ PROMPT_LENS = (70, 51, 33, 1)
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("qwen3.5", {"page_size": 1}),
+        pytest.param("qwen3.5", {"page_size": 1}, marks=pytest.mark.full),
         ("qwen3-next", {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True}),
-        ("kimi-linear", {"page_size": 1}),
+        pytest.param("kimi-linear", {"page_size": 1}, marks=pytest.mark.full),
         ("kimi-linear", {"page_size": 4, "chunked_prefill_size": 24, "enable_mixed_chunk": True}),
-        ("kimi-linear", {"page_size": 16, "chunked_prefill_size": 40}),
-        pytest.param("qwen3.5-moe", {"page_size": 16, "chunked_prefill_size": 40}, marks=pytest.mark.full),
+        *(
+            pytest.param(name, {"page_size": 16, "chunked_prefill_size": 40}, marks=pytest.mark.full)
+            for name in ("kimi-linear", "qwen3.5-moe")
+        ),
         # memory is short: requests are retracted and computed again
         ("qwen3.5", {"page_size": 1, "max_total_tokens": 180, "schedule_conservativeness": 0.01}),
     ],
@@ -159,7 +161,11 @@ GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("qwen3.5", {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}}),
+        pytest.param(
+            "qwen3.5",
+            {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}},
+            marks=pytest.mark.full,
+        ),
         ("kimi-linear", {"page_size": 4, "chunked_prefill_size": 12, "use": {"model_runner": GRAPHS}}),
         *(
             pytest.param(

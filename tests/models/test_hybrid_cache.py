@@ -74,7 +74,7 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_checkpoints, "ROLLING", 2 * GRID)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("kimi-linear", marks=pytest.mark.full)])
 def test_hits(tmp_path: Path, panel: str, name: str) -> None:
     """The same prompt again, a longer one, one that parts from it, that one again, and what follows an
     answer. Which of them hit, and how deep, is exact: a cache that finds nothing fails, too."""

@@ -108,7 +108,7 @@ def answers(
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("qwen3.5", {}),
+        pytest.param("qwen3.5", {}, marks=pytest.mark.full),
         ("qwen3-next", {"chunked_prefill_size": 9, "enable_mixed_chunk": True, "page_size": 4}),
         ("qwen3.5", {"speculative": "ngram", "speculative_topk": 1, "max_loras_per_batch": 1}),
     ],
