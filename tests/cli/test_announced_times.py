@@ -117,7 +117,7 @@ def test_a_slow_kernel_gets_the_verdict_on_what_was_done(diptych: Diptych, tmp_p
 def test_a_module_that_is_never_loaded_is_refused(diptych: Diptych, tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("import time\ntime.sleep(3600)\n")
     target = f"{tmp_path / 'f.py'}:never"
-    result = diptych("check", "kernel", target, "--like", "silu_and_mul", "--within", "5", "--seed", "1")
+    result = diptych("check", "kernel", target, "--like", "silu_and_mul", "--within", "2", "--seed", "1")
     assert result.exit_code == 2, result.output
     assert f"{target} is not loaded within" in " ".join(result.output.split())
     assert "Traceback" not in result.output

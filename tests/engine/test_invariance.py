@@ -49,12 +49,12 @@ IN_FULL: list[dict[str, Any]] = [
 ]
 """The fast cut has each of these flags in another combination; the reference has no CUDA graphs."""
 FAST = [flags for flags in SWITCHES + SPECULATION_SWITCHES if flags not in IN_FULL]
-SETTINGS = [  # the fast cut has half of them, each on one of the models
+SETTINGS = [  # the fast cut has a third of them, each on one of the models
     pytest.param(
         model,
         flags,
         id=f"{model}-{','.join(f'{k}={v}' for k, v in flags.items()) or 'default'}",
-        marks=[] if flags in FAST[i::4] else pytest.mark.full,
+        marks=[] if flags in FAST[i::6] else pytest.mark.full,
     )
     for i, model in enumerate(MODELS)
     for flags in SWITCHES + SPECULATION_SWITCHES

@@ -60,7 +60,6 @@ class Generous(FakeClient):
 USER = [{"role": "user", "content": "a"}]
 NATIVE = {"return_logprob": True, "top_logprobs_num": 20}
 LARGE: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"prompt": [5] * 120_000, "max_tokens": 1, "echo": True, "n": 64}),
     (COMPLETIONS, {"prompt": [5] * 10_000, "max_tokens": 1, "echo": True, "logprobs": 5}),
     (RESPONSES, {"input": "a", "max_output_tokens": 2000, "top_logprobs": 20,
                  "include": ["message.output_text.logprobs"], "stream": True}),
@@ -69,6 +68,7 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["a"] * 128}),
 ]  # fmt: skip
 LARGER: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": [5] * 120_000, "max_tokens": 1, "echo": True, "n": 64}),
     (COMPLETIONS, {"prompt": [5] * 40_000, "max_tokens": 1, "prompt_logprobs": 20}),
     (COMPLETIONS, {"prompt": [5] * 120_000, "max_tokens": 1, "return_token_ids": True, "n": 64}),
     (COMPLETIONS, {"prompt": [5] * 120_000, "max_tokens": 1, "return_token_ids": True, "n": 64,
