@@ -3,7 +3,6 @@
 import gc
 import importlib
 import importlib.util
-import math
 import multiprocessing
 import os
 import subprocess
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # trio's takes a second, to seed what no test uses
@@ -39,6 +37,8 @@ def cuda_is_available() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if HAS_GPU and cuda_is_available():
         config.pluginmanager.register(importlib.import_module("tests.gpu.session"))
+    if is_fast_cut(config) and "not gpu" in config.option.markexpr:
+        config.pluginmanager.register(importlib.import_module("tests.fast_cut"))
 
 
 COUNT_FROZEN = gc.get_freeze_count
@@ -128,37 +128,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if isinstance(values, list) and not isinstance(marker.kwargs.get("ids"), (list, tuple)):
             fast = [v for v in values if not any(m.name == "full" for m in getattr(v, "marks", ()))]
             values[:] = fast or values  # without values, pytest would report a skipped test
-
-
-WHOLE = ("panel", "dialect", "clause", "bug")
-"""Parameters whose every value meets all values of the others."""
-
-
-@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # behind the choice of `-m`
-def pytest_keep_diagonals(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with several `parametrize` is a grid. `make test` keeps a diagonal of it: each value of each
-    axis, and not every pair."""
-    if not (is_fast_cut(config) and "not gpu" in config.option.markexpr):
-        return
-    grids: dict[tuple[str, ...], list[pytest.Item]] = {}
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and len(call._idlist) > 1:
-            fixed = (repr(call.params[name]) for name in WHOLE if name in call.params)
-            grids.setdefault((item.nodeid.partition("[")[0], *fixed), []).append(item)
-    dropped = {item for grid in grids.values() for item in off_diagonal(grid)}
-    if dropped:
-        config.hook.pytest_deselected(items=[*dropped])
-        items[:] = [item for item in items if item not in dropped]
-
-
-def off_diagonal(grid: list[Any]) -> list[Any]:
-    points = [tuple(item.callspec._idlist) for item in grid]
-    axes = [list(dict.fromkeys(axis)) for axis in zip(*points)]
-    if len(points) < math.prod(map(len, axes)):  # chosen by hand
-        return []
-    diagonal = {tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))}
-    return [item for item, point in zip(grid, points) if point not in diagonal]
 
 
 def _missing(item: pytest.Item) -> str:

@@ -4,8 +4,8 @@ Each clause has the cases that catch its planted bugs (killers.json), and those 
 Of a slow component it has one more, which the reference leaves out. Of the others a clause of few cases keeps
 them all, and a larger grid keeps a pairwise cover, at most MAX_COVER cases: every pair of values of two axes
 occurs in one of them, as far as so many cases can. Of a grid with a single axis that several clauses of a
-component share (the model families), each clause keeps a few values, and together they keep all. The reference
-has half of a cover: where an implementation is compared with it, it runs the other cases too.
+component share (the model families), each clause keeps a few values, and together they keep all. The
+reference has half of a cover: where an implementation is compared with it, it runs the other cases too.
 """
 
 from __future__ import annotations

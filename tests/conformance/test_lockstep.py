@@ -258,7 +258,10 @@ def test_a_request_that_ends_otherwise(tmp_path: Path) -> None:
                 req.max_new_tokens -= req.rid == "prompt-1"
     """
     found = divergence_of(compare(b={"use": {"scheduler": f"{plant(tmp_path, code)}:Bad"}}))
-    assert f"prompt-1 ended on A with FinishLength(length={NUM_NEW}) after {NUM_NEW} tokens, on B with" in found.what
+    assert (
+        f"prompt-1 ended on A with FinishLength(length={NUM_NEW}) after {NUM_NEW} tokens, on B with"
+        in found.what
+    )
 
 
 def test_a_scheduler_that_does_nothing_is_stuck_not_waited_for(tmp_path: Path) -> None:

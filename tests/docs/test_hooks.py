@@ -156,7 +156,10 @@ def test_a_name_leads_to_its_definition() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.stem, marks=[pytest.mark.full] * (i % 5 != 2)) for i, page in enumerate(COURSE)],
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.full] * (i % 5 != 2))
+        for i, page in enumerate(COURSE)
+    ],
 )
 def test_every_name_of_a_quote_has_its_place(page: Path) -> None:
     """In the quote, the project, or another package; docs/generators/names.json has what jedi misses."""

@@ -42,10 +42,10 @@ OVERLAP = {"use": {"scheduler": "optimized", "drafter": "reference"}}
 SWITCHES: tuple[dict[str, Any], ...] = (
     {"chunked_prefill_size": 7, "enable_mixed_chunk": True, **OVERLAP},
     {**CHAIN, **OVERLAP},
-    EAGLE3,
 )
 MORE_SWITCHES: tuple[dict[str, Any], ...] = (
     OVERLAP,
+    EAGLE3,
     {**EAGLE3, **OVERLAP},
     {"chunked_prefill_size": 5},
     {"page_size": 4, "max_running_requests": 3},

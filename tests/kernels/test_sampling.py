@@ -246,7 +246,9 @@ def test_a_mask_that_leaves_few_tokens() -> None:
     )
 
 
-@pytest.mark.parametrize("num_top", [0, 20, 1100, *(pytest.param(num, marks=pytest.mark.full) for num in (1, 300))])
+@pytest.mark.parametrize(
+    "num_top", [0, 20, 1100, *(pytest.param(num, marks=pytest.mark.full) for num in (1, 300))]
+)
 def test_logprobs_of_a_large_vocabulary(num_top: int) -> None:
     logits = hard_logits(9, 5003, seed=6)[:7]
     logits[4:6] = Inputs(8).integers(5, 2, 5003, dtype=torch.float32)
@@ -262,7 +264,9 @@ def test_logprobs_of_a_large_vocabulary(num_top: int) -> None:
         expect_close(name, *values, tolerance("logprobs", torch.float32))  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)]
+)
 def test_logits_of_any_type_and_layout_are_read_as_float32(dtype: torch.dtype) -> None:
     logits = Inputs(9).normal(9, 4500, std=2.0).to(dtype)
     info = random_info(9, 4500, seed=8)

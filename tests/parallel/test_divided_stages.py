@@ -161,7 +161,6 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.usefixtures("spawned_ranks")
 @pytest.mark.parametrize("panel", ["reference", pytest.param("optimized", marks=pytest.mark.full)])
 @pytest.mark.parametrize("model", ["tiny-dense", pytest.param("tiny-moe", marks=pytest.mark.full)])
 def test_processes_and_a_rank_that_is_killed(model: str, panel: str) -> None:

@@ -118,6 +118,7 @@ def test_an_idle_rank_beside_one_that_prefills_and_one_that_verifies(
     assert frozenset({"idle", "prefill", "verify"}) in seen.mixes()
 
 
+@pytest.mark.full
 def test_replicas_replay_verify_steps_of_one_size(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,14 +37,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_pretrained(resolve_model_path("tiny-dense"))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
 def test_random_tokens(server: RunningServer, tokenizer: Tokenizer, seed: int) -> None:
-    params = {**RANDOM, "max_new_tokens": 80, "seed": seed, "skip_special_tokens": False}
+    params = {**RANDOM, "max_new_tokens": 40, "seed": seed, "skip_special_tokens": False}
     prompt = "naïve 🙂 日"
     native = json.loads(post(server, "/generate", {"text": prompt, "sampling_params": params}))
     body = {
         "prompt": prompt,
-        "max_tokens": 80,
+        "max_tokens": 40,
         "seed": seed,
         "skip_special_tokens": False,
         "logprobs": 0,
@@ -75,7 +75,7 @@ def test_stops_cut_anywhere(server: RunningServer, length: int) -> None:
     """A stop text taken out of a known answer ends that answer right before it, wherever it lies."""
     body = {"prompt": "Count:", "max_tokens": 30, "seed": 3, "ignore_eos": True, "temperature": 20.0}
     text = json.loads(post(server, "/v1/completions", body))["choices"][0]["text"]
-    for start in range(0, len(text) - length, 7):
+    for start in range(0, len(text) - length, 13):
         stop = text[start : start + length]
         whole = json.loads(post(server, "/v1/completions", {**body, "stop": [stop]}))["choices"][0]
         assert whole["text"] == text[: text.index(stop)]
