@@ -23,19 +23,8 @@ MAX_KEPT = 4  # a clause of so few cases keeps them all
 MAX_COVER = 4
 FEW = 3  # values of a single axis
 SLOW = {
-    "attention",
-    "collectives",
-    "draft_models",
-    "drafter",
-    "linear_attention",
-    "lora",
-    "mla_attention",
-    "model_runner",
-    "models",
-    "moe",
-    "quantized_experts",
-    "sampler",
-    "scheduler",
+    *("attention", "collectives", "draft_models", "drafter", "linear_attention", "lora", "mla_attention"),
+    *("model_runner", "models", "moe", "quantized_experts", "sampler", "scheduler"),
 }
 """Components whose cases take most of the time: models, Triton's interpreter, many steps."""
 ALONE = {
@@ -85,7 +74,7 @@ def fast_clauses(component: str) -> list[Clause]:
     return [c.with_cases([case for case in c.cases if case.name in kept[c.name].whole]) for c in clauses]
 
 
-def pairwise_cover(cases: tuple[Any, ...], most: int = MAX_COVER) -> list[str]:
+def pairwise_cover(cases: tuple[Any, ...]) -> list[str]:
     """Names of cases in which every pair of values occurs, at most so many; none, where there are no axes.
     Greedy: the case with most new pairs is next."""
     settings = {case.name: _settings(case) for case in cases}
@@ -97,7 +86,7 @@ def pairwise_cover(cases: tuple[Any, ...], most: int = MAX_COVER) -> list[str]:
     }
     missing = set().union(*pairs.values())
     kept: list[str] = []
-    while missing and len(kept) < most:
+    while missing and len(kept) < MAX_COVER:
         best = max(pairs, key=lambda name: len(pairs[name] & missing))
         kept.append(best)
         missing -= pairs.pop(best)
