@@ -47,13 +47,7 @@ def check(like: str, library: str, function, cases=None) -> Report:  # type: ign
     return run.check_kernel(function, "f", LIKES[like], convention_of(like, library), cases)
 
 
-@pytest.mark.parametrize(
-    ("like", "library"),
-    [
-        pytest.param(*each, marks=[pytest.mark.full] * (each[1] != "torch" and i % 3 > 0))
-        for i, each in enumerate(OF_ONE_PROCESS)
-    ],
-)
+@pytest.mark.parametrize(("like", "library"), OF_ONE_PROCESS)
 def test_right_functions_hold(like: str, library: str) -> None:
     cases = QUICK.get(like, LIKES[like].cases)
     report = check(like, library, RIGHT[like, library], cases if library == "torch" else cases[:3])

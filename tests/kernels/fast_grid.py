@@ -12,7 +12,7 @@ def fast_grid(**axes: Mapping[str, Any]) -> Callable[[Any], Any]:
     """A parametrization by all combinations of the axes, each a mapping of ids to values."""
 
     def parametrized(test: Any) -> Any:
-        for name, values in reversed(axes.items()):
+        for name, values in axes.items():
             test = pytest.mark.parametrize(name, list(values.values()), ids=list(values))(test)
         return test
 
