@@ -123,14 +123,8 @@ def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str, p
 
 
 @pytest.mark.parametrize("panel", PANELS)
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=[] if (name == "tied") == (size == 4) else pytest.mark.full)
-        for name in FOUR_LAYERS
-        for size in (3, 4)
-    ],
-)
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.parametrize("size", [3, 4])
 def test_more_stages(tmp_path: Path, name: str, size: int, panel: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FOUR_LAYERS[name]))
     config = make_config(str(tmp_path), **PANELS[panel])
