@@ -1,4 +1,4 @@
-"""Of `make test`: grids without most of their pairs, and what the run has cost. A plugin of pytest."""
+"""What of grids `make test` runs, and what the run has cost. A plugin of pytest."""
 
 from __future__ import annotations
 

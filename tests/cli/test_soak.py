@@ -77,12 +77,13 @@ def test_seconds_must_have_an_end(diptych: Diptych, seconds: str) -> None:
 # ---- servers whose processes are killed ----
 
 
+@pytest.mark.full  # in the fast cut, tests/server/test_faults.py kills processes
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes by their variables")
 @pytest.mark.parametrize(
     ("seconds", "flags"),
     [
         ("0", ("--mode", "engine apart", "--seed", "1")),
-        pytest.param("600", (), marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+        pytest.param("600", (), marks=pytest.mark.timeout(1500)),
     ],
     ids=["short", "every mode"],
 )

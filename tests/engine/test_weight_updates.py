@@ -55,8 +55,10 @@ def answer(llm: LLM) -> str:
     "flags",
     [
         {"panel": "reference"},
-        {"panel": "optimized"},
-        pytest.param({"panel": "reference", "quantization": "int8"}, marks=pytest.mark.full),
+        *(
+            pytest.param(flags, marks=pytest.mark.full)
+            for flags in ({"panel": "optimized"}, {"panel": "reference", "quantization": "int8"})
+        ),
         {"panel": "reference", "tp": 2},
         pytest.param({"panel": "reference", "tp": 2, "quantization": "fp8"}, marks=pytest.mark.full),
     ],

@@ -3,10 +3,10 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
-from tree import ROOT, python_files
+from tree import ROOT, nodes, python_files
 
 CODE = ("shared", "reference", "optimized")
 MAX_FUNCTION_LINES = 60
@@ -30,8 +30,8 @@ def test_no_two_files_have_one_name() -> None:
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1} == {}
 
 
-def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(source)):
+def functions(found: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in found:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
@@ -52,7 +52,7 @@ def test_functions_are_short() -> None:
         name = path.as_posix()
         if name.startswith("optimized/kernels/"):
             continue
-        for function in functions((ROOT / path).read_text("utf-8")):
+        for function in functions(nodes(path)):
             length = num_lines(function, name.startswith("shared/tools/commands/"))
             if length > MAX_FUNCTION_LINES:
                 wrong.append(f"{name}:{function.lineno}: {function.name} has {length} lines")
@@ -61,7 +61,8 @@ def test_functions_are_short() -> None:
 
 @pytest.mark.parametrize(("is_command", "length"), [(False, 5), (True, 1)])
 def test_the_help_of_a_command_does_not_count(is_command: bool, length: int) -> None:
-    (function,) = functions('@command\ndef f(\n    x,\n):\n    """Help."""\n    return x\n')
+    source = '@command\ndef f(\n    x,\n):\n    """Help."""\n    return x\n'
+    (function,) = functions(ast.walk(ast.parse(source)))
     assert num_lines(function, is_command) == length
 
 

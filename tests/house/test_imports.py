@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tree import ROOT, python_files
+from tree import ROOT, nodes, python_files
 
 FORBIDDEN = {
     # `shared` imports components by name (importlib), so no import statement names a panel.
@@ -18,13 +18,8 @@ FORBIDDEN = {
 }
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
-
-
 def imported_packages(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,13 +49,13 @@ def module_name(path: Path) -> str:
     return ".".join(("diptych", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def import_graph(sources: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+def import_graph(sources: Mapping[str, list[ast.AST]]) -> dict[str, set[str]]:
     """Module -> modules among `sources` that it imports, in functions and for types alone too. `from package
     import module` imports the module. `from package import name` counts as an import of the package."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         imported = graph[module] = set()
-        for node in ast.walk(source):
+        for node in source:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -90,7 +85,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 @cache
 def project_graph() -> dict[str, set[str]]:
     files = python_files("shared", "reference", "optimized")
-    return import_graph({module_name(path): parsed(path) for path in files})
+    return import_graph({module_name(path): nodes(path) for path in files})
 
 
 def test_modules_import_one_another_without_a_cycle() -> None:
@@ -116,7 +111,7 @@ def test_engine_imports_nothing_that_is_around_it() -> None:
     for path in python_files("shared", "reference", "optimized"):
         if f"{module_name(path)}.".startswith(tuple(f"{name}." for name in AROUND_THE_ENGINE)):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -140,7 +135,7 @@ def test_engine_imports_nothing_that_is_around_it() -> None:
     ids=["chain", "two modules", "for types alone", "modules of a package", "in a function"],
 )
 def test_cycles_are_found(sources: dict[str, str], found: list[list[str]]) -> None:
-    assert cycles(import_graph({name: ast.parse(source) for name, source in sources.items()})) == found
+    assert cycles(import_graph({a: list(ast.walk(ast.parse(b))) for a, b in sources.items()})) == found
 
 
 def test_only_the_registry_names_modules_of_a_panel() -> None:
@@ -149,7 +144,7 @@ def test_only_the_registry_names_modules_of_a_panel() -> None:
         f"{path}:{node.lineno}: {node.value}"
         for path in python_files("shared")
         if path.as_posix() != "shared/registry.py"
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith(("diptych.reference.", "diptych.optimized."))

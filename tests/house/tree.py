@@ -1,5 +1,6 @@
 """The files of the project, as git lists them."""
 
+import ast
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,12 @@ def project_files() -> list[Path]:
             and not any(part == "__pycache__" or part.endswith(".egg-info") for part in name.parts)
         ]
     return sorted(name for name in names if (ROOT / name).is_file() and not _through_link(name))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The syntax tree of a source, whose module comes first."""
+    return list(ast.walk(ast.parse((ROOT / path).read_text("utf-8"))))
 
 
 def python_files(*folders: str) -> list[Path]:
