@@ -23,7 +23,7 @@ MAX_KEPT = 4  # a clause of so few cases keeps them all
 MAX_COVER = 4
 FEW = 3  # values of a single axis
 SLOW = {
-    *("attention", "collectives", "draft_models", "drafter", "linear_attention", "lora", "mla_attention"),
+    *("collectives", "draft_models", "drafter", "linear_attention", "lora", "mla_attention"),
     *("model_runner", "models", "moe", "quantized_experts", "sampler", "scheduler"),
 }
 """Components whose cases take most of the time: models, Triton's interpreter, many steps."""
