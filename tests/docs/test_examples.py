@@ -57,14 +57,9 @@ PROGRAM: Any = typer.main.get_command(app)
 PYTHON_BLOCKS = [(page, code) for page, code in blocks("python") if "--8<--" not in code]
 
 
-@pytest.mark.parametrize(
-    ("page", "code"),
-    [  # what sleeps is a measurement
-        pytest.param(page, code, id=page.name, marks=[pytest.mark.full] * ("time.sleep" in code))
-        for page, code in PYTHON_BLOCKS
-    ],
-)
+@pytest.mark.parametrize(("page", "code"), PYTHON_BLOCKS, ids=[page.name for page, _ in PYTHON_BLOCKS])
 def test_python_example_runs(page: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = code.replace("range(12)", "range(1)")  # a measurement
     exec(compile(code, page.name, "exec"), {"__name__": "example"})
     output = capsys.readouterr().out.strip()
     assert "42" in output if "12 + 30" in code else output

@@ -81,6 +81,7 @@ def test_lines_that_the_reference_does_not_have_are_marked_in_twins() -> None:
 
 
 COURSE = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
+SOME = [pytest.param(p, id=p.stem, marks=[pytest.mark.full] * (i % 5 != 2)) for i, p in enumerate(COURSE)]
 ANNOTATED = """\
     ```python
     --8<-- "reference/radix_cache.py:radix-split"
@@ -154,13 +155,7 @@ def test_a_name_leads_to_its_definition() -> None:
     assert {found[name] for name in ("self", "prefill", "decodable")} == {None}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.full] * (i % 5 != 2))
-        for i, page in enumerate(COURSE)
-    ],
-)
+@pytest.mark.parametrize("page", SOME)
 def test_every_name_of_a_quote_has_its_place(page: Path) -> None:
     """In the quote, the project, or another package; docs/generators/names.json has what jedi misses."""
     quotes = filter(None, map(hooks._QUOTE.match, page.read_text(encoding="utf-8").splitlines()))
