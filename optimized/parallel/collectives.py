@@ -50,6 +50,17 @@ class Collectives(interface.Collectives):
         introduce(store, rank)
         self._group(torch.device("cpu"))
 
+    def leave(self) -> None:
+        self._groups.clear()  # gloo's: `rejoin` is for CPU tensors
+        self.is_broken = True
+
+    def rejoin(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        group = self._groups["cpu"] = gloo_group(store, rank, size, timedelta(seconds=seconds))
+        group.set_timeout(self._limit)
+        self._store, self.rank, self.size, self.is_broken = store, rank, size, False
+        introduce(store, rank)
+        self.log.clear()
+
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_reduce", self.name, x)

@@ -61,6 +61,10 @@ class PassDispatch(DispatchInStep):
 
     # --8<-- [end:choose-padding]
 
+    def have_regrouped(self) -> None:
+        super().have_regrouped()
+        self._counts = None  # of another number of ranks
+
     @property
     def is_padded(self) -> bool:
         return self.num_rows is not None

@@ -24,7 +24,17 @@ class Collectives(interface.Collectives):
         self.rank = rank
         self.size = size
         self.log = CollectiveLog()
-        self.group = gloo_group(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
+        self.limit = timedelta(seconds=seconds)
+        self.group = gloo_group(PrefixStore(name, store), rank, size, self.limit)
+
+    def leave(self) -> None:
+        self.group, self.is_broken = None, True  # its connections are closed with the group
+
+    def rejoin(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self.group = gloo_group(store, rank, size, timedelta(seconds=seconds))
+        self.group.set_timeout(self.limit)
+        self.rank, self.size, self.is_broken = rank, size, False
+        self.log.clear()
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ def check_parallel_flags(flags: EngineFlags) -> None:
             )
         if flags.pp > 1:
             raise ValueError(f"{flag} does not work with pp={flags.pp}; it must be 1")
+    if flags.elastic_ep:
+        _check_elastic_ep(flags)
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:
@@ -97,6 +99,20 @@ def _check_addresses(flags: EngineFlags) -> None:
         host, _, port = address.rpartition(":")
         if not host or not (port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError(f"prefill_servers must be HOST:PORT, separated by commas, got {address!r}")
+
+
+def _check_elastic_ep(flags: EngineFlags) -> None:
+    part = "a dead rank would take a part of the attention, or of each expert, with it"
+    for name, value, needed, why in (
+        ("dp_attention", flags.dp_attention, True, part),
+        ("tp", flags.tp, 1, part),
+        ("ep", flags.ep, flags.dp, part),
+        ("two_batch_tokens", flags.two_batch_tokens, None, "one half of a pass may have ended"),
+    ):
+        if value != needed:
+            raise ValueError(f"elastic_ep=True does not work with {name}={value}, it needs {needed}: {why}")
+    if flags.dp == 1:
+        raise ValueError("elastic_ep=True needs dp > 1, and dp is 1: no replica would be left")
 
 
 def _check_dp_attention(flags: EngineFlags) -> None:

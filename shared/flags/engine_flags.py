@@ -125,6 +125,9 @@ class EngineFlags:
         RANKS, None, "With --ep: steps between two rebalances of experts. Default: never.", at_least=1
     )
     """A rebalance moves weights between ranks; no step runs meanwhile."""
+    elastic_ep: bool = flag(RANKS, False, "With --dp-attention: go on when a replica ends.")
+    """The others take over its experts, for which they need redundant ones as room. Its requests end with an
+    error. Without it, and for the first replica, all end."""
     disaggregation: bool = flag(RANKS, False, "Prefill and decode in two engines, a process each.")
     """Prompts do not delay running requests. Twice the weights and pools, and the KV of each prompt is
     copied."""

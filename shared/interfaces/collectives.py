@@ -24,6 +24,9 @@ class Collectives(ABC):
 
     With one rank every operation returns at once.
 
+    `leave` ends the group on this rank: operations of the others that wait for it raise, and so on from rank
+    to rank. Ranks that have left may `rejoin` as another group, without some that have ended.
+
     `meanwhile`, where it is given, is called once in every operation, between its start and the wait for its
     result; it may run operations of the group, which start in the same order on all ranks.
     """
@@ -41,6 +44,16 @@ class Collectives(ABC):
     def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
         """Join a group of `size` ranks, which meet in the store. Groups of different names are apart: a rank
         may be in several. `seconds`: the time limit of joining and of each operation."""
+
+    def leave(self) -> None:
+        """Leave the group; no operation is under way. `is_broken` is True afterwards."""
+        raise ValueError(f"{type(self).__name__}: a rank cannot leave")
+
+    def rejoin(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        """After `leave`: join a group of `size` ranks, which meet in a store that no other group has used.
+        Numbers of ranks are new ones, the log is empty, and each operation has the time limit of before.
+        `seconds`: the time limit of joining. Raises `RuntimeError`, like an operation."""
+        raise ValueError(f"{type(self).__name__}: ranks cannot form another group")
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -180,12 +180,15 @@ def manage_experts(
     assert experts is not None
 
     def reload(placed: ExpertMap) -> int:
-        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, placed, num_sharing(config))
+        size = ranks.size  # less than at the start, where ranks have died
+        shards = Shards(
+            model_config, ranks.rank, size, min(config.ep, size), placed,
+            size // config.tp if config.dp_attention else 1, has_rest=False,
+        )  # fmt: skip
         targets, num_read = named_targets(model), 0
         for name, tensor in checkpoint_weights(folder, model_config, config, device, shards):
-            if ".mlp.experts." in name:
-                targets[name].copy_(tensor)
-                num_read += 1
+            targets[name].copy_(tensor)
+            num_read += 1
         return num_read
 
     return ExpertManager(

@@ -95,6 +95,7 @@ class Shards:
     ep: int = 1
     experts: ExpertMap | None = None  # with ep > 1: a row for each layer with experts, in their order
     dp: int = 1  # replicas that share the routed experts
+    has_rest: bool = True  # False: routed experts alone
 
     def __post_init__(self) -> None:
         num_redundant = 0
@@ -116,6 +117,8 @@ class Shards:
         """The rank's names for a whole model's weight: none for an expert that it does not have, and one for
         each replica."""
         match = _EXPERT.match(name)
+        if match is None and not self.has_rest:
+            return []
         if match is None or self.experts is None:
             return [name]
         row: int = self._moe_rows[int(match[1])]  # type: ignore[attr-defined]

@@ -41,6 +41,11 @@ class CollectiveLog:
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
         self._number = 0
 
+    def clear(self) -> None:
+        """Begin again, with another group."""
+        self.entries.clear()
+        self._number = 0
+
     def add(self, op: str, group: str, x: torch.Tensor, any_rows: bool = False) -> None:
         """Add an entry, before the operation. `any_rows`: the number of rows may differ by rank."""
         self._number += 1

@@ -1,4 +1,4 @@
-"""Moves experts between ranks while the engine runs: to balance their load, and after a loss.
+"""Moves experts between ranks while the engine runs: to balance their load, and after the loss of a rank.
 
 All ranks call the same methods between the same forward passes and compute the same maps. A rank's sends and
 receives follow from the old and the new map.
@@ -6,8 +6,7 @@ receives follow from the old and the new map.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,15 +19,15 @@ from diptych.shared.interfaces import (
     FusedExperts,
     MoE,
 )
-from diptych.shared.parallel.expert_map import ExpertPlacement, map_of
-from diptych.shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
+from diptych.shared.parallel.expert_map import ExpertPlacement
+from diptych.shared.parallel.expert_parallel import ExpertParallel
 
 
 class ExpertManager:
-    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. The model runner,
-    or the dispatch of ranks in step, calls `before_pass`. `interval`: forward passes between two rebalances;
-    None: no rebalancing. `reload`: reads the experts of a placement that this rank has (-1: none) from the
-    checkpoint into the model, and returns the number of tensors."""
+    """Gives every MoE of the model its `expert_parallel`. The model runner, or the dispatch of ranks in step,
+    calls `before_pass`. `interval`: forward passes between two rebalances; None: no rebalancing. `reload`:
+    reads the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and
+    returns the number of tensors."""
 
     def __init__(
         self,
@@ -54,12 +53,12 @@ class ExpertManager:
         self.balancer = balancer
         self.interval = interval
         self.reload = reload
-        self.live = list(range(ep))  # parts
+        self.numbers: Sequence[int] = range(ranks.size)  # of the ranks, as they were at the start
         self.num_passes = 0
+        self.num_moves = 0  # the version of the placement
+        self.is_whole = True  # False while experts move
         self.num_moved = 0  # experts that this rank got from others
         self.num_reloaded = 0  # tensors that it read again
-        self._forward: Callable[..., torch.Tensor] = model.forward
-        model.forward = self.forward  # type: ignore[method-assign]
 
     def before_pass(self) -> None:
         """Rebalance when it is time. CUDA graphs remain valid: weights and maps are overwritten in place."""
@@ -69,50 +68,38 @@ class ExpertManager:
         if self.interval is not None and self.num_passes % self.interval == 0:
             self.rebalance()
 
-    # --8<-- [start:rerun-the-step]
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        while True:
-            try:
-                return self._forward(*args, **kwargs)
-            except ExpertsLost as lost:  # the repeated pass overwrites what the failed pass has written
-                self.live.remove(lost.part)
-                self.rebalance()
+    # --8<-- [start:keep-experts]
+    def keep(self, numbers: Sequence[int], is_known: bool) -> None:
+        """Go on with the ranks of these numbers, in this order and with a part each.
+        `is_known`: all of them agree which rank has which experts. If some have died
+        while experts moved, they do not, and every expert is read again."""
+        self.is_whole = False
+        parts = self.experts.physical_to_logical.unflatten(1, (self.ep, -1))
+        if is_known:
+            parts = parts[:, [self.numbers.index(number) for number in numbers]]
+        else:
+            parts = torch.full_like(parts[:, : len(numbers)], -1)
+        self.experts = self.experts._replace(physical_to_logical=parts.flatten(1))
+        self.ep, self.numbers = len(numbers), numbers
+        self.rebalance()
 
-    # --8<-- [end:rerun-the-step]
-
-    def lose(self, part: int, layer: int) -> None:
-        """For tests: lose the experts of a part in the next forward pass, when it reaches a layer."""
-        if self.ranks.rank * self.ep // self.ranks.size == part:
-            for moe in self.layers:
-                for parameter in moe.experts.parameters():
-                    parameter.data.view(torch.uint8).fill_(255)  # NaN in every type of float
-        self.parallel[layer].lost_part = part
+    # --8<-- [end:keep-experts]
 
     def rebalance(self) -> None:
-        """Place the experts on the live parts according to the load since the last call."""
+        """Place the experts according to the load since the last call."""
         load = torch.stack([each.load for each in self.placements]).cpu()
-        self.move(self._balanced(self.ranks.all_reduce(load)))  # the same on all ranks
+        num_physical = self.experts.physical_to_logical.shape[1]
+        # The same on all ranks.
+        self.move(self.balancer.balance(self.ranks.all_reduce(load), num_physical, self.ep))
         self._forget_load()
 
     def _forget_load(self) -> None:
         for each in self.placements:
             each.load.zero_()
 
-    def _balanced(self, load: torch.Tensor) -> ExpertMap:
-        num_logical, old = load.shape[1], self.experts.physical_to_logical
-        num_local = old.shape[1] // self.ep
-        num_physical = num_local * len(self.live)
-        if num_physical < num_logical:
-            raise RuntimeError(
-                f"{len(self.live)} of {self.ep} parts of {num_local} experts have no room for {num_logical}"
-            )
-        placed = self.balancer.balance(load, num_physical, len(self.live)).physical_to_logical
-        rows = torch.full_like(old, -1).unflatten(1, (self.ep, num_local))
-        rows[:, self.live] = placed.unflatten(1, (len(self.live), num_local))
-        return map_of(rows.flatten(1), num_logical)
-
     def move(self, experts: ExpertMap) -> None:
-        """Move the weights to their new places, from the nearest live replica or from the checkpoint."""
+        """Move the weights to their new places, from the nearest replica or from the checkpoint."""
+        self.is_whole = False
         missing = torch.full_like(experts.physical_to_logical, -1)
         for i, moe in enumerate(self.layers):
             old, new = (
@@ -123,13 +110,15 @@ class ExpertManager:
         if bool((missing >= 0).any()):
             self.num_reloaded += self.reload(experts._replace(physical_to_logical=missing))
         self.experts = experts
+        self.num_moves += 1
+        self.is_whole = True
 
     # --8<-- [start:sources-of-experts]
     def _move_layer(
         self, experts: FusedExperts, old: list[list[int]], new: list[list[int]]
     ) -> list[list[int]]:
         """Move the weights of one layer. Returns the logical experts of `new` that no
-        live part of `old` has, or -1."""
+        part of `old` has, or -1."""
         group = self.ranks.size // self.ep
         own, index = divmod(self.ranks.rank, group)
         sources = [[self._source(e, part, old) for e in row] for part, row in enumerate(new)]
@@ -150,6 +139,6 @@ class ExpertManager:
         # --8<-- [end:move-experts]
 
     def _source(self, expert: int, part: int, old: list[list[int]]) -> int:
-        """The live part from which `part` gets an expert, itself if possible; -1: none has it."""
-        having = [p for p in self.live if expert in old[p]]
+        """The part from which `part` gets an expert, itself if possible; -1: none has it."""
+        having = [p for p, experts in enumerate(old) if expert in experts]
         return part if part in having else min(having, default=-1)

@@ -29,6 +29,7 @@ from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_parallel import ExpertParallel
 from diptych.shared.parallel.grid import stages_of
+from diptych.shared.parallel.survivors import Survivors
 from diptych.shared.parallel.turns import Turns
 from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -63,6 +64,7 @@ class DispatchInStep(ExpertDispatch):
         same part, and the layer adds the outputs of the ranks of a replica, as it does without experts."""
         self.all_ranks = ranks
         self.experts: ExpertManager | None = None  # moves experts between passes
+        self.survivors: Survivors | None = None  # with elastic_ep
         self.ranks = stages_of(ranks)
         self.part = ranks.rank * ep // ranks.size
         self.tokens: PassTokens | None = None
@@ -119,6 +121,10 @@ class DispatchInStep(ExpertDispatch):
     def is_cut(self) -> bool:
         return self.tokens is not None and self.tokens.is_cut
 
+    def have_regrouped(self) -> None:
+        """The group has other ranks from now on, each with a part of the experts."""
+        self.part = self.ranks.rank
+
     def take_part(self, model: CausalLM) -> None:
         """Run the experts of this rank in a forward pass in which it has no tokens."""
         like = next(model.parameters())
@@ -174,15 +180,46 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
                 return function(batch, *args)
             self.num_passes += 1
             self._is_inside = True
+            result = self._repeated(partial(function, batch, *args), batch)
+            self._is_inside = False  # after an error it stays set: the ranks are out of step
+            return result
+
+        # --8<-- [start:repeat-the-pass]
+        def _repeated(self, run: Half, batch: ForwardBatch) -> Any:
+            """Run a pass to its end. A repeated one writes the same KV into the same
+            slots, and samples for the first time: no collective follows the sampler."""
+            while True:
+                try:
+                    return self._together(run, batch)
+                except RuntimeError as error:
+                    if dispatch.survivors is None:
+                        raise
+                    dispatch.survivors.forgive(error)
+                dispatch.survivors.regroup(self.num_passes, has_pass=True)
+
+        @torch.inference_mode()
+        def regroup(self) -> None:
+            """Between two passes: let the others repeat one that this rank completed."""
+            survivors = dispatch.survivors
+            assert survivors is not None
+            while survivors.are_behind and survivors.regroup(self.num_passes, has_pass=False):
+                try:
+                    self._together(lambda: None, idle_batch(self.kv_pool.device))
+                except RuntimeError as error:
+                    survivors.forgive(error)
+                    survivors.wait_for_news()
+
+        # --8<-- [end:repeat-the-pass]
+
+        def _together(self, run: Half, batch: ForwardBatch) -> Any:
+            """Run a pass that all ranks begin."""
             device, is_extend = batch.input_ids.device, batch.forward_mode.is_prefill
             num_tokens = len(batch.input_ids)
             num_nodes = num_tokens // max(batch.batch_size, 1)
             tokens = dispatch.begin(num_tokens, is_extend, device, num_nodes, can_be_cut(batch))
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
                 self._take_part(batch)
-            result = function(batch, *args)
-            self._is_inside = False  # after an error it stays set: the ranks are out of step
-            return result
+            return run()
 
         def _take_part(self, batch: ForwardBatch) -> None:
             """Run the experts of an IDLE rank in a forward pass."""
@@ -195,6 +232,10 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
         @property
         def is_in_step(self) -> bool:
             return not self._is_inside
+
+        @property
+        def survivors(self) -> Survivors | None:
+            return dispatch.survivors
 
     return LockstepRunner
 

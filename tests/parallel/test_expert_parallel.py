@@ -1,4 +1,4 @@
-"""The engine with expert parallelism: the answers of one rank, while experts move and are lost."""
+"""The engine with expert parallelism: the answers of one rank, while experts move."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_map import ExpertPlacement
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from diptych.shared.types import FinishError, Req, SamplingParams
+from diptych.shared.types import Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.tiny_ranks import answers, make_config
 from tests.planted import Bug, Bugs
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
@@ -90,67 +90,6 @@ def test_a_rank_holds_its_experts_alone(folders: dict[str, str]) -> None:
         for part in parts:
             assert part.model.layers[0].mlp.experts.w13.shape == shape
             assert torch.equal(part.model.layers[0].mlp.gate.weight, whole.model.layers[0].mlp.gate.weight)
-
-
-def lose_experts(config: EngineConfig, size: int, part: int) -> list[tuple[Assembly, list[Req]]]:
-    """The experts of a part are lost in the fifth step, in layer 1."""
-
-    def run(tp: Collectives) -> tuple[Assembly, list[Req]]:
-        assembly = assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp)
-        assert assembly.experts is not None
-        reqs = requests()
-        for req in reqs:
-            assembly.scheduler.add_request(req)
-        for step in range(1000):
-            if step == 4:
-                assembly.experts.lose(part, layer=1)
-            assembly.scheduler.step()
-            if not assembly.scheduler.has_work():
-                break
-        return assembly, reqs
-
-    return on_ranks(size, run)
-
-
-@pytest.mark.parametrize("dispatch", ["reference", "all_to_all"])
-@pytest.mark.parametrize(
-    ("size", "ep", "num_redundant", "part", "is_reloaded"),
-    [
-        (2, 2, 6, 1, False),  # each part has all experts
-        (4, 4, 2, 1, True),  # the others have room, and not all experts
-        pytest.param(4, 2, 6, 0, False, marks=pytest.mark.full),
-    ],
-)
-def test_experts_that_are_lost_in_a_step(
-    folders: dict[str, str],
-    dispatch: str,
-    size: int,
-    ep: int,
-    num_redundant: int,
-    part: int,
-    is_reloaded: bool,
-) -> None:
-    """The others take them over, from a replica or from the checkpoint, and the step runs again."""
-    config = make_config(folders["qwen3-moe"], use={"expert_dispatch": dispatch})
-    expected = output_ids(answers(assemble(config)))
-    config = config.updated(tp=size, ep=ep, ep_num_redundant_experts=num_redundant)
-    results = lose_experts(config, size, part)
-    for assembly, reqs in results:
-        assert output_ids(reqs) == expected
-        assert assembly.experts is not None
-        assert part not in assembly.experts.live
-        lost = assembly.experts.experts.physical_to_logical.unflatten(1, (ep, -1))[:, part]
-        assert (lost == -1).all()
-    assert is_reloaded == any(
-        each.experts is not None and each.experts.num_reloaded > 0 for each, _ in results
-    )
-
-
-def test_no_room_for_the_experts_of_a_lost_part(folders: dict[str, str]) -> None:
-    config = make_config(folders["qwen3-moe"], tp=2, ep=2)
-    for _, reqs in lose_experts(config, 2, 0):
-        assert all(isinstance(req.finished_reason, FinishError) for req in reqs)
-        assert "1 of 2 parts of 3 experts have no room for 6" in str(reqs[0].finished_reason)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,8 @@ class Inbox:
         self.leave = leave
         self.log = log
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self.hear: Callable[[Call], None] | None = None
+        """Gets each `regroup` as soon as it comes, in the thread that reads."""
         self.is_ready = False
 
     def start(self, value: Any = None) -> None:
@@ -200,8 +202,10 @@ class Inbox:
                 call = decode(self.pipe.receive())
                 if call.method == "report":
                     self.send(self.report())
-                else:
-                    self._calls.put(call)
+                    continue
+                if call.method == "regroup" and self.hear is not None:
+                    self.hear(call)
+                self._calls.put(call)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             pass  # the parent has ended, or has closed this process's pipe
         except Exception as error:

@@ -19,7 +19,7 @@ from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import Req, SamplingParams
 
 Method = Literal[
-    "add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run", "split"
+    "add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run", "split", "regroup"
 ]
 
 
@@ -51,7 +51,7 @@ class Call(msgspec.Struct):
     rid: str = ""  # of abort and retract
     request: Request | None = None  # of add_request
     function: str = ""  # of run: module:function, called with the engine and
-    arguments: list[Any] = []
+    arguments: list[Any] = []  # and those of regroup
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -296,11 +296,14 @@ def serve_calls(
     """Make the controller's calls, and run steps while there is work or when the controller requests one."""
     new: dict[str, Req] = {}
     refused: list[StepOutput] = []
+    inbox.hear = getattr(scheduler, "hear", None)
     while True:
-        is_called = False
+        is_called, regroup = False, None
         for call in inbox.calls(is_busy=scheduler.has_work() and not steps_when_called):
             if call.method == "step":
                 is_called = True  # the latest call, for whose report the controller waits
+            elif call.method == "regroup" and is_called:
+                regroup = call  # after the step, which may have done it
             elif call.request is not None:
                 req = req_of(call.request, grammars)
                 try:
@@ -312,6 +315,8 @@ def serve_calls(
                 apply(call, scheduler, grammars)
         if is_called or (scheduler.has_work() and not steps_when_called):
             outputs, refused = refused + scheduler.step(), []
+            if regroup is not None:
+                apply(regroup, scheduler, grammars)
         elif refused and not steps_when_called:
             outputs, refused = refused, []
         else:

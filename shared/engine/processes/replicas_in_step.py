@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from diptych.shared.engine.processes.child import (
 )
 from diptych.shared.engine.processes.child_messages import Ready
 from diptych.shared.engine.processes.devices import config_in_step, config_of_rank
+from diptych.shared.engine.processes.input_log import Call, encode
 from diptych.shared.engine.processes.ranks import (
     LeadScheduler,
     assemble_lead,
@@ -40,6 +42,7 @@ from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, Sc
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.grid import join_ranks
 from diptych.shared.parallel.meeting import local_store, open_store
+from diptych.shared.parallel.survivors import News, Survivors
 from diptych.shared.types import Req, StepOutput
 
 
@@ -65,6 +68,20 @@ class ScheduleInStep(Scheduler):
             raise EngineProcessEnded("the replicas are not in step: one has ended, has failed, or is late")
         return outputs
 
+    @property
+    def survivors(self) -> Survivors | None:
+        found: Survivors | None = self.runner.survivors
+        return found
+
+    def hear(self, call: Call) -> None:
+        """Who is left, also while a step runs."""
+        assert self.survivors is not None
+        self.survivors.hear(News(*call.arguments))
+
+    def regroup(self) -> None:
+        """Between two steps: go on with those who are left."""
+        self.runner.regroup()
+
     def add_request(self, req: Req) -> None:
         self.scheduler.add_request(req)
 
@@ -88,7 +105,7 @@ class ScheduleInStep(Scheduler):
 
 
 class ControllerInStep(Controller):
-    """A controller whose replicas step together. If one ends, all end."""
+    """A controller whose replicas step together. If one ends, all end, or with `elastic_ep` its requests."""
 
     steps_when_called = True
 
@@ -96,11 +113,13 @@ class ControllerInStep(Controller):
         """scheduler: the `ScheduleInStep` of the first replica."""
         super().__init__(config, scheduler, *of_controller)
         self.dp: Collectives = scheduler.tp if isinstance(scheduler, LeadScheduler) else scheduler.dp
+        self.survivors = getattr(scheduler, "survivors", None)
+        self._stores: list[Any] = []  # in which replicas may still meet
         others = self.replicas[1:]
         self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
             partial(describe_ranks, others, self.dp),
             limit=max(LIMIT, 2.5 * config.dist_timeout),
-            has_ended=partial(have_ended, others),
+            has_ended=partial(_have_ended, self.replicas, self.lost),
         )
         # Its arguments keep the other replicas alive until the call, also where all of this is garbage.
         weakref.finalize(self, finish_launched, str(config.device), self.watchdog, others)
@@ -111,16 +130,36 @@ class ControllerInStep(Controller):
         outputs: list[StepOutput] = []
         with self.watchdog.working():
             for replica in range(len(self.replicas)):
-                self.call(replica, "step")
-            waiting = list(self.replicas)
+                if replica not in self.lost:
+                    self.call(replica, "step")
+            waiting = self.working
             while waiting:  # the first to answer is the one that has ended, not one that misses it
                 for ready in readable(waiting, REPORT_SECONDS):
                     outputs += self.receive(ready)
                     waiting.remove(ready)
         return self.counted(outputs)
 
+    # --8<-- [start:lose-a-replica]
     def lose(self, replica: int, problem: str) -> list[StepOutput]:
-        raise self.ended(problem)
+        """With `elastic_ep` the others go on, if they have room for all experts."""
+        if self.survivors is None or replica == 0:
+            raise self.ended(problem)
+        left = [number for number in range(len(self.replicas)) if number not in {*self.lost, replica}]
+        if len(left) < self.survivors.least_ranks:
+            raise self.ended(f"{problem}; replicas {left} have no room for all experts")
+        outputs = super().lose(replica, problem)
+        self._stores.append(local_store(len(left)))
+        news = News(len(self._stores), left, self._stores[-1].path)
+        for number in left:
+            self.replicas[number].call(encode(Call("regroup", time.monotonic(), arguments=list(news))))
+        return outputs
+
+    # --8<-- [end:lose-a-replica]
+
+
+def _have_ended(replicas: Sequence[Child], lost: Collection[int]) -> bool:
+    """Whether another replica has ended, and the controller does not go on without it."""
+    return have_ended([other for number, other in enumerate(replicas) if number > 0 and number not in lost])
 
 
 def assemble_in_step(config: EngineConfig, time_limit: float | None = None) -> Assembly:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
 from diptych.reference.parallel.collectives import Collectives
@@ -167,6 +169,25 @@ class NumbersFromOne(Collectives):
     def __init__(self, store, rank, size, seconds, name="tp"):
         super().__init__(store, rank, size, seconds, name)
         self.rank += 1
+
+
+@collectives
+class KeepsItsNumber(Collectives):
+    """A rank of a smaller group has the number of before."""
+
+    def rejoin(self, store, rank, size, seconds):
+        before = self.rank
+        super().rejoin(store, rank, size, seconds)
+        self.rank = before
+
+
+@collectives
+class HasTheLimitOfJoining(Collectives):
+    """In a smaller group, operations have the time in which it was formed."""
+
+    def rejoin(self, store, rank, size, seconds):
+        self.limit = timedelta(seconds=seconds)
+        super().rejoin(store, rank, size, seconds)
 
 
 bug = bugs_in("collectives", "reference.parallel.collectives:Collectives", folder="reference.parallel.")

@@ -16,6 +16,7 @@ from diptych.shared.modeling.two_batches import TwoBatches
 from diptych.shared.parallel.agreement import AgreedSampler
 from diptych.shared.parallel.grid import stages_of
 from diptych.shared.parallel.in_step import can_be_cut
+from diptych.shared.parallel.survivors import Survivors
 from diptych.shared.parallel.turns import in_turns
 from diptych.shared.types import ForwardBatch
 
@@ -88,6 +89,8 @@ class SharedExperts(Feature):
                 model, plan.folder, plan.model_config, plan.config, plan.component, plan.device, plan.ranks,
                 self.dispatch,
             )  # fmt: skip
+            if plan.config.elastic_ep:
+                self.dispatch.survivors = Survivors(self.dispatch, plan.config.dist_timeout)
             return {}
         for module in model.modules():
             if isinstance(module, MoE):
@@ -155,6 +158,22 @@ def check_pipeline(config: EngineConfig, selection: Mapping[str, str]) -> None:
         )
 
 
+def check_elastic_ep(config: EngineConfig, num_experts: int) -> None:
+    """Raise `ValueError` for replicas of which none can be missed."""
+    if str(config.device) != "cpu":
+        raise ValueError(
+            f"elastic_ep=True runs over gloo on device=cpu, and the device is {config.device}: a kernel that "
+            "waits for a GPU whose process has died does not end"
+        )
+    num_local = (num_experts + config.ep_num_redundant_experts) // config.ep
+    if num_local * (config.ep - 1) < num_experts:
+        least = -(-num_experts // (config.ep - 1)) * config.ep - num_experts
+        raise ValueError(
+            f"elastic_ep=True with ep={config.ep}: {config.ep - 1} ranks with room for {num_local} experts "
+            f"each cannot have {num_experts}; set ep_num_redundant_experts to at least {least}"
+        )
+
+
 def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selection: Mapping[str, str]) -> None:
     """Raise `ValueError` for settings that do not work with data-parallel attention."""
     if model_config.moe is None:
@@ -177,6 +196,8 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
             f"dp_attention with panel={panel}, collectives={selection['collectives']} does not run on "
             f"device={device}: the reference runs over gloo on device=cpu; choose panel=optimized for CUDA"
         )
+    if config.elastic_ep:
+        check_elastic_ep(config, model_config.moe.num_experts)
     name = config.speculative_draft_model
     if name is not None:
         folder = resolve_model_path(name, config.load_format)

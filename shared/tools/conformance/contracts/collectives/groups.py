@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -149,3 +150,32 @@ def a_late_rank_breaks_the_group(impl: type[Collectives], case: Case) -> None:
         return group.is_broken
 
     expect_equal("is_broken", on_ranks(2, wait, 1.0, impl), [True, True])
+
+
+@contract(
+    "A rank that leaves breaks the group. The others may form one without it, numbered anew, with the same "
+    "time limit and an empty log.",
+    EXAMPLE,
+)
+def ranks_form_a_group_without_one(impl: type[Collectives], case: Case) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+
+    def go_on(group: Collectives) -> tuple[Any, ...]:
+        number = group.rank
+        if number == 0:
+            group.leave()
+            return ()
+        expect_raises("all_reduce without rank 0", RuntimeError, group.all_reduce, torch.ones(2))
+        group.leave()
+        is_out = group.is_broken
+        group.rejoin(store, number - 1, 2, 0.5)
+        time.sleep(0.7 * (number - 1))  # longer than joining may take
+        gathered = group.all_gather(torch.tensor([number])).tolist()
+        return is_out, group.is_broken, group.rank, group.size, gathered, len(group.log.entries)
+
+    found = on_ranks(3, go_on, LIMIT, impl)
+    for rank in (0, 1):
+        expect_equal("broken before and after, rank, size, numbers, length of the log", found[rank + 1],
+                     (True, False, rank, 2, [1, 2], 1))  # fmt: skip

@@ -1,0 +1,295 @@
+"""Replicas that share experts and go on without one that has died, at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.build.features.together import check_elastic_ep
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
+from diptych.shared.engine.processes.replicas import controlled, serve_calls
+from diptych.shared.engine.processes.replicas_in_step import (
+    ControllerInStep,
+    ScheduleInStep,
+    assemble_in_step,
+    assemble_replica,
+)
+from diptych.shared.parallel import channel
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.types import FinishError
+from tests.parallel.test_dp_attention import PANELS
+from tests.parallel.test_drafts_in_step import CHAINS
+from tests.parallel.tiny_ranks import answers, make_config, requests
+
+ELASTIC: dict[str, Any] = {
+    "dp": 3, "ep": 3, "ep_num_redundant_experts": 3, "dp_attention": True, "elastic_ep": True
+}  # fmt: skip
+ROOM_FOR_ONE = ELASTIC | {"ep_num_redundant_experts": 12}  # a rank has all experts
+
+
+class Died(BaseException):
+    """In place of the end of a process."""
+
+
+class Trap:
+    """Calls `then` in the place of a call of a method, or after it."""
+
+    def __init__(
+        self, of: Any, name: str, number: int, then: Callable[[], None], after: bool = False
+    ) -> None:
+        self.inner, self.number, self.then, self.after = getattr(of, name), number, then, after
+        setattr(of, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.number -= 1
+        if self.number == 0 and not self.after:
+            self.then()
+        result = self.inner(*args, **kwargs)
+        if self.number == 0 and self.after:
+            self.then()
+        return result
+
+
+def die() -> None:
+    raise Died
+
+
+Plant = Callable[[ScheduleInStep], None]
+
+
+def in_threads(
+    config: EngineConfig, plants: dict[int, Plant]
+) -> tuple[ControllerInStep, list[ScheduleInStep]]:
+    """A controller whose other replicas are threads. A replica that has died closes its connections."""
+    store, others, schedulers = HashStore(), [], dict[int, Any]()
+
+    def start(rank: int) -> Any:
+        assembly = assemble_replica(config, store, rank, 20.0)
+        schedulers[rank] = assembly.scheduler
+        if rank in plants:
+            plants[rank](schedulers[rank])
+        return assembly
+
+    def run(rank: int, inbox: Inbox) -> None:
+        assembly = start(rank)
+        inbox.start(assembly.parts.allocator.size)
+        try:
+            serve_calls(assembly.scheduler, assembly.grammars, inbox, steps_when_called=True)
+        except BaseException as error:
+            if not isinstance(error, Died):
+                print(f"replica {rank}: {type(error).__name__}: {error}")
+        schedulers[rank].dp.leave()
+        inbox.pipe.connection.shutdown(socket.SHUT_RDWR)  # also for the thread that reads
+
+    for rank in range(1, config.dp):
+        mine, theirs = channel.pair()
+        others.append(Child(f"replica {rank}", mine))
+        inbox = Inbox(theirs, list, leave=lambda code: None)
+        threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
+    assembly = start(0)
+    sizes = [other.next_message(20.0) for other in others]
+    controller = controlled(ControllerInStep, assembly.config, assembly, others, sizes)
+    return controller, [schedulers[rank] for rank in range(config.dp)]
+
+
+def run_all(controller: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Output ids, of requests that come one per step, and the errors with which some end."""
+    waiting, errors = requests(), dict[str, str]()
+    found = {req.rid: list[int]() for req in waiting}
+    for _ in range(500):
+        if waiting:
+            controller.add_request(waiting.pop(0))
+        elif not controller.has_work():
+            return found, errors
+        for output in controller.step():
+            found[output.rid] += output.new_token_ids
+            if isinstance(output.finished_reason, FinishError):
+                errors[output.rid] = output.finished_reason.message
+    raise AssertionError("requests do not end")
+
+
+def dispatch_of(scheduler: ScheduleInStep) -> Any:
+    assert scheduler.survivors is not None
+    return scheduler.survivors.dispatch
+
+
+def expert_of(scheduler: ScheduleInStep) -> ExpertManager:
+    found: ExpertManager = dispatch_of(scheduler).experts
+    return found
+
+
+def check_answers(model: str, found: dict[str, list[int]], errors: dict[str, str]) -> None:
+    """The requests of replicas that have died end with an error, and no other one differs from one rank's."""
+    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(model)))}
+    assert {rid: ids for rid, ids in found.items() if rid not in errors} == {
+        rid: ids for rid, ids in expected.items() if rid not in errors
+    }
+    for rid in errors:
+        assert found[rid] == expected[rid][: len(found[rid])]
+
+
+DEATHS: dict[str, Plant] = {
+    "before a pass": lambda each: vars(Trap(dispatch_of(each), "begin", 5, die)),
+    "in a layer": lambda each: vars(Trap(dispatch_of(each), "run", 12, die)),
+    "behind a layer": lambda each: vars(Trap(dispatch_of(each), "run", 12, die, after=True)),
+    "after a pass": lambda each: vars(Trap(each.runner, "_together", 6, die, after=True)),
+    "while experts move": lambda each: vars(Trap(expert_of(each), "_move_layer", 4, die)),
+}
+
+
+@pytest.mark.parametrize("panel", PANELS)
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_replica_dies(folders: dict[str, str], panel: str, death: str) -> None:
+    flags = dict(PANELS[panel])
+    if death == "while experts move":
+        flags["eplb_rebalance_num_iterations"] = 2
+    config = make_config(folders["qwen3-moe"], **ELASTIC, **flags)
+    controller, schedulers = in_threads(config, {1: DEATHS[death]})
+    found, errors = run_all(controller)
+    check_answers(folders["qwen3-moe"], found, errors)
+    assert len(errors) == 1 + ("r4" in errors)
+    assert controller.num_replicas == 2
+    for each in (schedulers[0], schedulers[2]):
+        assert expert_of(each).experts.physical_to_logical.shape == (2, 6)
+        assert expert_of(each).num_reloaded > 0
+
+
+def fail_behind_the_last_layer(each: ScheduleInStep) -> None:
+    """Pass 6 fails on this replica, where the others complete it."""
+
+    def fail() -> None:
+        each.dp.is_broken = True
+        raise RuntimeError("the connection is closed")
+
+    vars(Trap(dispatch_of(each), "run", 12, fail, after=True))
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_pass_that_only_some_complete(folders: dict[str, str], panel: str) -> None:
+    """The others take part in its repetition, and do not repeat their own."""
+    config = make_config(folders["qwen3-moe"], **ELASTIC, **PANELS[panel])
+    plants = {1: DEATHS["after a pass"], 2: fail_behind_the_last_layer}
+    controller, schedulers = in_threads(config, plants)
+    check_answers(folders["qwen3-moe"], *run_all(controller))
+    assert controller.num_replicas == 2
+    assert schedulers[0].runner.num_passes == schedulers[2].runner.num_passes
+
+
+MORE_DEATHS: dict[str, dict[int, Plant]] = {
+    "one after the other": {
+        1: DEATHS["in a layer"],
+        2: lambda each: vars(Trap(dispatch_of(each), "begin", 9, die)),
+    },
+    "together": {1: DEATHS["in a layer"], 2: DEATHS["in a layer"]},
+    "one while it takes over experts": {
+        1: DEATHS["before a pass"],
+        2: lambda each: vars(Trap(expert_of(each), "_move_layer", 2, die)),
+    },
+    "one while it meets the others": {
+        1: DEATHS["behind a layer"],
+        2: lambda each: vars(Trap(each.survivors, "_meet", 1, die)),
+    },
+    "one that has just met them": {
+        1: DEATHS["after a pass"],
+        2: lambda each: vars(Trap(each.survivors, "_meet", 1, die, after=True)),
+    },
+    "one while it repeats the pass": {
+        1: DEATHS["in a layer"],
+        2: lambda each: vars(Trap(dispatch_of(each), "have_regrouped", 1, die)),
+    },
+}
+
+
+@pytest.mark.parametrize("panel", PANELS)
+@pytest.mark.parametrize("deaths", MORE_DEATHS)
+def test_two_replicas_die(folders: dict[str, str], panel: str, deaths: str) -> None:
+    config = make_config(folders["qwen3-moe"], **ROOM_FOR_ONE, **PANELS[panel])
+    controller, _ = in_threads(config, MORE_DEATHS[deaths])
+    check_answers(folders["qwen3-moe"], *run_all(controller))
+    assert controller.num_replicas == 1
+
+
+@pytest.mark.parametrize("form", ["chunks", "drafts", "fp8"])
+@pytest.mark.parametrize("panel", PANELS)
+def test_forms(folders: dict[str, str], panel: str, form: str) -> None:
+    flags = {"chunks": {"chunked_prefill_size": 8, "max_total_tokens": 64}, "drafts": CHAINS, "fp8": {}}[form]
+    if form == "fp8":
+        flags = {"quantization": "fp8"}
+    model = folders["qwen3-moe"]
+    config = make_config(model, **(flags | PANELS[panel]))
+    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(model, **flags)))}
+    controller, _ = in_threads(config.updated(**ELASTIC), {1: DEATHS["in a layer"]})
+    found, errors = run_all(controller)
+    assert all(found[rid] == expected[rid] for rid in expected if rid not in errors)
+    assert controller.num_replicas == 2
+
+
+def test_no_room_ends_all(folders: dict[str, str]) -> None:
+    config = make_config(folders["qwen3-moe"], **ELASTIC)
+    controller, _ = in_threads(config, MORE_DEATHS["one after the other"])
+    with pytest.raises(EngineProcessEnded, match=r"replica 2 .* replicas \[0\] have no room for all experts"):
+        run_all(controller)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"dp_attention": False, "ep": 1, "ep_num_redundant_experts": 0},
+            "dp_attention=False, it needs True",
+        ),
+        ({"tp": 2}, "tp=2, it needs 1"),
+        ({"dp": 6}, "ep=3, it needs 6: a dead rank"),
+        ({"two_batch_tokens": 8}, "two_batch_tokens=8, it needs None"),
+        ({"dp": 1, "ep": 1, "ep_num_redundant_experts": 0}, "needs dp > 1"),
+        ({"ep_num_redundant_experts": 0}, "ep_num_redundant_experts to at least 3"),
+    ],
+)
+def test_what_cannot_heal(folders: dict[str, str], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        assemble(make_config(folders["qwen3-moe"]).updated(**ELASTIC | flags), tp=ALONE)
+
+
+def test_a_gpu_is_refused() -> None:
+    config = EngineConfig(**ELASTIC, device="cuda:1")
+    with pytest.raises(ValueError, match="device=cpu, and the device is cuda:1"):
+        check_elastic_ep(config, 6)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.07, pytest.param(0.2, marks=pytest.mark.full)])
+def test_processes_that_are_killed(folders: dict[str, str], capfd: Any, seconds: float) -> None:
+    """SIGKILL at any moment: first to one replica, then to another one."""
+    config = make_config(folders["qwen3-moe"], **ROOM_FOR_ONE)
+    assembly = assemble_in_step(config, 30.0)
+    controller: Any = assembly.scheduler
+    pids = [replica.process.pid for replica in controller.replicas[1:]]
+    killers = [
+        threading.Timer(seconds * (1 + i), os.kill, (pid, signal.SIGKILL)) for i, pid in enumerate(pids)
+    ]
+    for killer in killers:
+        killer.start()
+    start = time.monotonic()
+    found, errors = run_all(controller)
+    for killer in killers:
+        killer.join()
+    again, more = run_all(controller)
+    assert time.monotonic() - start < 20
+    check_answers(folders["qwen3-moe"], found, errors)
+    check_answers(folders["qwen3-moe"], again, more)
+    assert controller.num_replicas == 1
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    said = capfd.readouterr().err
+    assert all(f"replica {number} has ended with signal SIGKILL" in said for number in (1, 2))
+    assert "died; its experts are with 0" in said
