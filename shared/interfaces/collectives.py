@@ -25,7 +25,8 @@ class Collectives(ABC):
     With one rank every operation returns at once.
 
     `leave` ends the group on this rank: operations of the others that wait for it raise, and so on from rank
-    to rank. Ranks that have left may `rejoin` as another group, without some that have ended.
+    to rank. Ranks that have left may `rejoin` as another group, without some that have ended. An
+    implementation may leave both out.
 
     `meanwhile`, where it is given, is called once in every operation, between its start and the wait for its
     result; it may run operations of the group, which start in the same order on all ranks.

@@ -125,6 +125,10 @@ class DispatchInStep(ExpertDispatch):
         """The group has other ranks from now on, each with a part of the experts."""
         self.part = self.ranks.rank
 
+    def to_the_end(self, run: Half, num_passes: int) -> Any:
+        """Run pass number `num_passes`, again if a rank dies in it and the others go on."""
+        return run() if self.survivors is None else self.survivors.to_the_end(run, num_passes)
+
     def take_part(self, model: CausalLM) -> None:
         """Run the experts of this rank in a forward pass in which it has no tokens."""
         like = next(model.parameters())
@@ -159,6 +163,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
     """A model runner that runs each pass together with all ranks."""
 
     class LockstepRunner(runner):  # type: ignore[misc, valid-type]
+        in_step = dispatch
         num_passes = 0
         _is_inside = False
 
@@ -180,36 +185,10 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
                 return function(batch, *args)
             self.num_passes += 1
             self._is_inside = True
-            result = self._repeated(partial(function, batch, *args), batch)
+            run = partial(self._together, partial(function, batch, *args), batch)
+            result = dispatch.to_the_end(run, self.num_passes)
             self._is_inside = False  # after an error it stays set: the ranks are out of step
             return result
-
-        # --8<-- [start:repeat-the-pass]
-        def _repeated(self, run: Half, batch: ForwardBatch) -> Any:
-            """Run a pass to its end. A repeated one writes the same KV into the same
-            slots, and samples for the first time: no collective follows the sampler."""
-            while True:
-                try:
-                    return self._together(run, batch)
-                except RuntimeError as error:
-                    if dispatch.survivors is None:
-                        raise
-                    dispatch.survivors.forgive(error)
-                dispatch.survivors.regroup(self.num_passes, has_pass=True)
-
-        @torch.inference_mode()
-        def regroup(self) -> None:
-            """Between two passes: let the others repeat one that this rank completed."""
-            survivors = dispatch.survivors
-            assert survivors is not None
-            while survivors.are_behind and survivors.regroup(self.num_passes, has_pass=False):
-                try:
-                    self._together(lambda: None, idle_batch(self.kv_pool.device))
-                except RuntimeError as error:
-                    survivors.forgive(error)
-                    survivors.wait_for_news()
-
-        # --8<-- [end:repeat-the-pass]
 
         def _together(self, run: Half, batch: ForwardBatch) -> Any:
             """Run a pass that all ranks begin."""
@@ -233,9 +212,11 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
         def is_in_step(self) -> bool:
             return not self._is_inside
 
-        @property
-        def survivors(self) -> Survivors | None:
-            return dispatch.survivors
+        @torch.inference_mode()
+        def regroup(self) -> None:
+            """Between two passes: go on with the ranks that are left."""
+            take_part = partial(self._together, lambda: None, idle_batch(self.kv_pool.device))
+            dispatch.survivors.catch_up(take_part, self.num_passes)  # type: ignore[union-attr]
 
     return LockstepRunner
 

@@ -12,25 +12,26 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.meeting import open_store
 from diptych.shared.parallel.patience import POLL_SECONDS
 
-if TYPE_CHECKING:
-    from diptych.shared.parallel.in_step import DispatchInStep
-
-NEWS_SECONDS = 10.0
-"""For which a rank that misses another one waits for the controller's word."""
+T = TypeVar("T")
+CALL_SECONDS = 10.0
+"""For which a rank that misses another one waits for the controller's call."""
 CONNECT_SECONDS = 2.0
-"""Time limit of forming a group, whose ranks have all met. gloo takes five times as long for a rank that has died
-since."""
+"""Time limit of forming a group, whose ranks have all met. gloo takes five times as long for a rank that has
+died since."""
 
 
-class News(NamedTuple):
-    """Who is left. Newer news have a larger number."""
+class Members(NamedTuple):
+    """Who is left. A later list has a larger number."""
 
     number: int
     ranks: list[int]  # by their numbers at the start
@@ -40,17 +41,22 @@ class News(NamedTuple):
 class Survivors:
     """The group of one rank, as it becomes smaller. `hear` may be called by another thread."""
 
-    def __init__(self, dispatch: DispatchInStep, seconds: float) -> None:
-        """seconds: the time limit of a meeting; experts may be read meanwhile."""
-        assert dispatch.experts is not None
-        self.dispatch = dispatch
-        self.experts = dispatch.experts
-        self.ranks = dispatch.all_ranks
+    def __init__(
+        self,
+        ranks: Collectives,
+        experts: ExpertManager,
+        have_regrouped: Callable[[], None],
+        seconds: float,
+    ) -> None:
+        """have_regrouped: called when the group is another one. seconds: the time limit of a meeting."""
+        self.ranks = ranks
+        self.experts = experts
+        self.have_regrouped = have_regrouped
         self.seconds = seconds
-        self.own_number = self.ranks.rank
-        self.joined = 0  # the number of the news that this rank has followed
-        self._news = News(0, list(range(self.ranks.size)), "")
-        self._is_new = threading.Condition()
+        self.own_number = ranks.rank
+        self.joined = 0  # the number of the list that this rank has followed
+        self._members = Members(0, list(range(ranks.size)), "")
+        self._have_changed = threading.Condition()
 
     @property
     def least_ranks(self) -> int:
@@ -59,78 +65,100 @@ class Survivors:
         num_local = self.experts.experts.physical_to_logical.shape[1] // self.experts.ep
         return -(-num_logical // num_local)
 
-    def hear(self, news: News) -> None:
-        with self._is_new:
-            self._news = max(news, self._news)
-            self._is_new.notify_all()
+    def hear(self, members: Members) -> None:
+        with self._have_changed:
+            self._members = max(members, self._members)
+            self._have_changed.notify_all()
 
     @property
     def are_behind(self) -> bool:
-        """Whether there is news that this rank has not followed."""
-        return self._news.number > self.joined
+        """Whether there is a list that this rank has not followed."""
+        return self._members.number > self.joined
 
-    def forgive(self, error: RuntimeError) -> None:
+    # --8<-- [start:repeat-the-pass]
+    def to_the_end(self, run: Callable[[], T], num_passes: int) -> T:
+        """Run a pass to its end. A repeated one writes the same KV into the same slots,
+        and samples for the first time: no collective follows the sampler."""
+        while True:
+            try:
+                return run()
+            except RuntimeError as error:
+                self._forgive(error)
+            self._regroup(num_passes, has_pass=True)
+
+    def catch_up(self, take_part: Callable[[], None], num_passes: int) -> None:
+        """Between two passes: let the others repeat one that this rank has completed."""
+        while self.are_behind and self._regroup(num_passes, has_pass=False):
+            try:
+                take_part()
+            except RuntimeError as error:
+                self._forgive(error)
+                self._wait_for_members()
+
+    # --8<-- [end:repeat-the-pass]
+
+    def _forgive(self, error: RuntimeError) -> None:
         """After an error in a pass: raise it again, unless it is that of a collective."""
         if not self.ranks.is_broken:
             raise error
         traceback.clear_frames(error.__traceback__)  # they hold the group, which ends now
         self.ranks.leave()
 
-    # --8<-- [start:regroup]
-    def regroup(self, num_passes: int, has_pass: bool) -> bool:
-        """Go on with the ranks that are left. `num_passes`: of this rank. `has_pass`: it
-        has to repeat the last of them. Returns whether any rank has. Raises
-        `RuntimeError` if the controller knows of no dead rank."""
+    def _regroup(self, num_passes: int, has_pass: bool) -> bool:
+        """Go on with the ranks that are left. Returns whether one of them has a pass to repeat. Raises
+        `RuntimeError` if the controller knows of no rank that has died."""
         self.ranks.leave()
         while True:
-            news = self._newer()
+            self._wait_for_members()
+            members = self._members
+            self.joined = members.number
             try:
-                return self._join(news, num_passes, has_pass)
+                start, before = time.monotonic(), self.experts.numbers
+                have_pass, counts = self._join(members, num_passes, has_pass)
             except RuntimeError as error:  # another one may have died meanwhile
-                self.forgive(error)
+                self._forgive(error)
+                continue
+            if self.ranks.rank == 0:
+                died = _listed([number for number in before if number not in members.ranks])
+                print(
+                    f"replica {died} died; its experts are with {_listed(members.ranks)}: {counts[0]} moved, "
+                    f"{counts[1]} tensors read again, {time.monotonic() - start:.1f} s",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            return have_pass
 
-    def _join(self, news: News, num_passes: int, has_pass: bool) -> bool:
-        start, experts, rank = time.monotonic(), self.experts, news.ranks.index(self.own_number)
+    # --8<-- [start:regroup]
+    def _join(self, members: Members, num_passes: int, has_pass: bool) -> tuple[bool, list[int]]:
+        """`num_passes`: of this rank. `has_pass`: it has to repeat the last of them.
+        Returns whether any rank has, and how many experts and tensors all have got."""
+        ranks, experts = self.ranks, self.experts
         before = experts.num_moved, experts.num_reloaded
-        self._meet(news, rank)
+        self._meet(members)
         own = [num_passes, has_pass, experts.num_passes, experts.num_moves, experts.is_whole]
-        of_all = self.ranks.all_gather(torch.tensor([own]))
-        passes, have_pass, steps, moves, are_whole = of_all.T.tolist()
-        assert len(set(passes)) == 1, f"the ranks {news.ranks} are in different passes: {passes}"
-        dead = [number for number in experts.numbers if number not in news.ranks]
-        experts.num_passes = max(steps)  # a rank that repeats its pass counts it twice
-        experts.keep(news.ranks, is_known=len(set(moves)) == 1 and all(are_whole))
-        self.dispatch.have_regrouped()
-        # --8<-- [end:regroup]
-        moved = torch.tensor([[experts.num_moved - before[0], experts.num_reloaded - before[1]]])
-        num_copied, num_read = self.ranks.all_gather(moved).sum(0).tolist()
-        if rank == 0:
-            print(
-                f"replica {_listed(dead)} died; its experts are with {_listed(news.ranks)}, {num_copied} "
-                f"moved and {num_read} tensors read again in {time.monotonic() - start:.1f} s",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        return any(have_pass)
+        of_all = ranks.all_gather(torch.tensor([own])).T.tolist()
+        passes, have_pass, experts_passes, moves, are_whole = of_all
+        assert len(set(passes)) == 1, f"{members.ranks} are in different passes: {passes}"
+        experts.num_passes = max(experts_passes)  # a pass that is repeated counts twice
+        experts.keep(members.ranks, is_known=len(set(moves)) == 1 and all(are_whole))
+        self.have_regrouped()
+        got = [experts.num_moved - before[0], experts.num_reloaded - before[1]]
+        return any(have_pass), ranks.all_gather(torch.tensor([got])).sum(0).tolist()
 
-    def wait_for_news(self) -> None:
-        """Raises `RuntimeError` if the controller knows of no rank that has ended."""
-        with self._is_new:
-            if not self._is_new.wait_for(lambda: self.are_behind, NEWS_SECONDS):
+    # --8<-- [end:regroup]
+
+    def _wait_for_members(self) -> None:
+        with self._have_changed:
+            if not self._have_changed.wait_for(lambda: self.are_behind, CALL_SECONDS):
                 raise RuntimeError("a collective has failed, and no replica is known to have ended")
 
-    def _newer(self) -> News:
-        self.wait_for_news()
-        self.joined, news = self._news.number, self._news
-        return news
-
-    def _meet(self, news: News, rank: int) -> None:
+    def _meet(self, members: Members) -> None:
         """Join the group of the ranks that are left."""
-        size, end = len(news.ranks), time.monotonic() + self.seconds
-        store = open_store(news.path, size)
+        rank, size = members.ranks.index(self.own_number), len(members.ranks)
+        store, end = open_store(members.path, size), time.monotonic() + self.seconds
         store.set(f"rank {rank}", "")
         while not store.check([f"rank {peer}" for peer in range(size)]):
             if self.are_behind or time.monotonic() > end:
-                raise RuntimeError(f"not all of the replicas {news.ranks} have come")
+                raise RuntimeError(f"not all of the replicas {members.ranks} have come")
             time.sleep(POLL_SECONDS)
         self.ranks.rejoin(store, rank, size, CONNECT_SECONDS)
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from diptych.reference.parallel.dp_attention import PassDispatch
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.build.features.together import check_elastic_ep
@@ -25,13 +27,16 @@ from diptych.shared.engine.processes.replicas_in_step import (
     assemble_in_step,
     assemble_replica,
 )
+from diptych.shared.interfaces import MoE
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.survivors import Survivors
 from diptych.shared.types import FinishError
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS
 from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.planted import Bug, Bugs
 
 ELASTIC: dict[str, Any] = {
     "dp": 3, "ep": 3, "ep_num_redundant_experts": 3, "dp_attention": True, "elastic_ep": True
@@ -70,13 +75,13 @@ Plant = Callable[[ScheduleInStep], None]
 
 
 def in_threads(
-    config: EngineConfig, plants: dict[int, Plant]
+    config: EngineConfig, plants: dict[int, Plant], seconds: float = 20.0
 ) -> tuple[ControllerInStep, list[ScheduleInStep]]:
     """A controller whose other replicas are threads. A replica that has died closes its connections."""
     store, others, schedulers = HashStore(), [], dict[int, Any]()
 
     def start(rank: int) -> Any:
-        assembly = assemble_replica(config, store, rank, 20.0)
+        assembly = assemble_replica(config, store, rank, seconds)
         schedulers[rank] = assembly.scheduler
         if rank in plants:
             plants[rank](schedulers[rank])
@@ -120,14 +125,13 @@ def run_all(controller: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
     raise AssertionError("requests do not end")
 
 
-def dispatch_of(scheduler: ScheduleInStep) -> Any:
-    assert scheduler.survivors is not None
-    return scheduler.survivors.dispatch
-
-
 def expert_of(scheduler: ScheduleInStep) -> ExpertManager:
-    found: ExpertManager = dispatch_of(scheduler).experts
-    return found
+    assert scheduler.survivors is not None
+    return scheduler.survivors.experts
+
+
+def dispatch_of(scheduler: ScheduleInStep) -> Any:
+    return expert_of(scheduler).parallel[0].dispatch
 
 
 def check_answers(model: str, found: dict[str, list[int]], errors: dict[str, str]) -> None:
@@ -207,7 +211,7 @@ MORE_DEATHS: dict[str, dict[int, Plant]] = {
     },
     "one while it repeats the pass": {
         1: DEATHS["in a layer"],
-        2: lambda each: vars(Trap(dispatch_of(each), "have_regrouped", 1, die)),
+        2: lambda each: vars(Trap(each.survivors, "have_regrouped", 1, die)),
     },
 }
 
@@ -234,6 +238,23 @@ def test_forms(folders: dict[str, str], panel: str, form: str) -> None:
     found, errors = run_all(controller)
     assert all(found[rid] == expected[rid] for rid in expected if rid not in errors)
     assert controller.num_replicas == 2
+
+
+def test_experts_come_from_the_checkpoint() -> None:
+    """Each survivor has the weights of the experts that its map names."""
+    config = make_config("tiny-moe").updated(load_format="auto")
+    whole = assemble(config).model
+    flags = ELASTIC | {"ep_num_redundant_experts": 4}
+    controller, schedulers = in_threads(config.updated(**flags), {1: DEATHS["in a layer"]})
+    run_all(controller)
+    for rank, each in enumerate((schedulers[0], schedulers[2])):
+        experts = expert_of(each)
+        assert experts.num_reloaded > 0
+        originals = (module for module in whole.modules() if isinstance(module, MoE))
+        for layer, placed in zip(experts.layers, experts.experts.physical_to_logical):
+            own, original = placed.view(2, -1)[rank], next(originals).experts
+            assert torch.equal(layer.experts.w13, original.w13[own])
+            assert torch.equal(layer.experts.w2, original.w2[own])
 
 
 def test_no_room_ends_all(folders: dict[str, str]) -> None:
@@ -293,3 +314,73 @@ def test_processes_that_are_killed(folders: dict[str, str], capfd: Any, seconds:
     said = capfd.readouterr().err
     assert all(f"replica {number} has ended with signal SIGKILL" in said for number in (1, 2))
     assert "died; its experts are with 0" in said
+
+
+def _keeps_its_part(self: PassDispatch) -> None:
+    """Tokens go to the experts that ranks had before."""
+
+
+def _zeros(self: ExpertManager, numbers: Any, is_known: bool) -> None:
+    """Experts that died are zeros."""
+
+    def reload(placed: Any) -> int:
+        rows = placed.physical_to_logical.unflatten(1, (self.ep, -1))[:, self.ranks.rank] >= 0
+        for moe, row in zip(self.layers, rows):
+            for parameter in moe.experts.parameters():
+                parameter.data[row] = 0
+        return int(rows.sum())
+
+    self.reload = reload
+    KEEP(self, numbers, is_known)
+
+
+def _always_known(self: ExpertManager, numbers: Any, is_known: bool) -> None:
+    """Ranks that died while experts moved have left the map of before."""
+    KEEP(self, numbers, True)
+
+
+def _takes_no_part(self: Survivors, take_part: Any, num_passes: int) -> None:
+    """A rank that has completed the pass leaves the others alone."""
+    if self.are_behind:
+        self._regroup(num_passes, has_pass=False)
+
+
+def _counts_as_complete(self: Survivors, run: Any, num_passes: int) -> Any:
+    """A pass that failed counts as complete: the others do not take part in its repetition."""
+    while True:
+        try:
+            return run()
+        except RuntimeError as error:
+            self._forgive(error)
+        self._regroup(num_passes, has_pass=False)
+
+
+KEEP = ExpertManager.keep
+BUGS = Bugs("elastic EP", finder="answers of one rank, or an error")
+for _wrong, _where in (
+    (_keeps_its_part, PassDispatch.have_regrouped),
+    (_zeros, KEEP),
+    (_always_known, KEEP),
+    (_takes_no_part, Survivors.catch_up),
+    (_counts_as_complete, Survivors.to_the_end),
+):
+    BUGS.add(_wrong.__name__.strip("_"), _wrong, where=f"{_where.__module__}.{_where.__qualname__}")
+
+
+@BUGS.found_by(honest=True)
+def test_a_planted_bug_changes_the_answers(
+    bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> bool | dict[str, str]:
+    bug.plant_in(monkeypatch)
+    monkeypatch.setattr("diptych.shared.parallel.survivors.CALL_SECONDS", 1.0)
+    flags: dict[str, Any] = {}
+    plants = {1: DEATHS["after a pass"], 2: fail_behind_the_last_layer}
+    if bug.name in ("always_known", "zeros"):
+        flags, plants = {"eplb_rebalance_num_iterations": 2}, {1: DEATHS["while experts move"]}
+    config = make_config(folders["qwen3-moe"], **ELASTIC, **flags)
+    try:
+        controller, _ = in_threads(config, plants, seconds=2.0)
+        check_answers(folders["qwen3-moe"], *run_all(controller))
+    except (AssertionError, RuntimeError) as error:
+        return {"answers of one rank, or an error": str(error)}
+    return False

@@ -42,7 +42,7 @@ from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, Sc
 from diptych.shared.parallel.channel import Channel
 from diptych.shared.parallel.grid import join_ranks
 from diptych.shared.parallel.meeting import local_store, open_store
-from diptych.shared.parallel.survivors import News, Survivors
+from diptych.shared.parallel.survivors import Members, Survivors
 from diptych.shared.types import Req, StepOutput
 
 
@@ -70,13 +70,13 @@ class ScheduleInStep(Scheduler):
 
     @property
     def survivors(self) -> Survivors | None:
-        found: Survivors | None = self.runner.survivors
+        found: Survivors | None = self.runner.in_step.survivors
         return found
 
     def hear(self, call: Call) -> None:
         """Who is left, also while a step runs."""
         assert self.survivors is not None
-        self.survivors.hear(News(*call.arguments))
+        self.survivors.hear(Members(*call.arguments))
 
     def regroup(self) -> None:
         """Between two steps: go on with those who are left."""
@@ -149,9 +149,9 @@ class ControllerInStep(Controller):
             raise self.ended(f"{problem}; replicas {left} have no room for all experts")
         outputs = super().lose(replica, problem)
         self._stores.append(local_store(len(left)))
-        news = News(len(self._stores), left, self._stores[-1].path)
+        members = Members(len(self._stores), left, self._stores[-1].path)
         for number in left:
-            self.replicas[number].call(encode(Call("regroup", time.monotonic(), arguments=list(news))))
+            self.replicas[number].call(encode(Call("regroup", time.monotonic(), arguments=list(members))))
         return outputs
 
     # --8<-- [end:lose-a-replica]

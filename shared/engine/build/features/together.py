@@ -90,7 +90,9 @@ class SharedExperts(Feature):
                 self.dispatch,
             )  # fmt: skip
             if plan.config.elastic_ep:
-                self.dispatch.survivors = Survivors(self.dispatch, plan.config.dist_timeout)
+                self.dispatch.survivors = Survivors(
+                    plan.ranks, self.dispatch.experts, self.dispatch.have_regrouped, plan.config.dist_timeout
+                )
             return {}
         for module in model.modules():
             if isinstance(module, MoE):

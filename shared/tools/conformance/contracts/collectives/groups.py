@@ -158,8 +158,11 @@ def a_late_rank_breaks_the_group(impl: type[Collectives], case: Case) -> None:
     EXAMPLE,
 )
 def ranks_form_a_group_without_one(impl: type[Collectives], case: Case) -> None:
+    """An implementation may leave both out."""
     from torch.distributed import HashStore
 
+    if impl.leave is Collectives.leave:
+        return
     store = HashStore()
 
     def go_on(group: Collectives) -> tuple[Any, ...]:
