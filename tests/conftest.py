@@ -48,9 +48,12 @@ COUNT_FROZEN = gc.get_freeze_count
 def _settings() -> Generator[None, None, None]:
     """One fixture for all: pytest looks each one up in every test."""
     import torch
+    from typer.main import get_command
 
     torch.set_num_threads(1)  # the same order of summation on every computer
     with pytest.MonkeyPatch.context() as patch:
+        # Else each run of a command in a test makes the options of all commands.
+        patch.setattr("typer.testing._get_command", cache(get_command))
         # Engines without `max_total_tokens` get a pool that is quickly filled with zeros and checked.
         patch.setattr("diptych.shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
         # It visits all that is frozen, and `LLM.generate` calls it: with what `pytest_collection` froze, more
