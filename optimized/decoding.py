@@ -17,6 +17,7 @@ from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight, Pipelin
 from diptych.optimized.schedule_batch import prepare_for_decode
 from diptych.shared.interfaces import SchedulerFeature, SchedulerParts
 from diptych.shared.sampling.logprobs import keep_embeddings, to_token_logprobs
+from diptych.shared.scheduling.pages import num_decode_steps
 from diptych.shared.types import (
     BatchResult,
     LogitsOutput,
@@ -36,9 +37,14 @@ class PlainDecoding(SchedulerFeature):
         """Batches that may be in flight when the next one is formed."""
         return 1
 
-    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """Slots for a decode step of all these requests. None: there is no memory for it."""
-        return prepare_for_decode(reqs, self.parts)
+    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+        """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
+        it."""
+        num_steps = 1
+        if most_steps > 1:
+            nums_in_flight = self.pipeline.nums_in_flight(reqs)
+            num_steps = num_decode_steps(reqs, most_steps, self.parts.allocator, nums_in_flight)
+        return prepare_for_decode(reqs, self.parts, num_steps)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         """Launch a batch. chunked_req: the request whose prompt continues in the next
@@ -49,6 +55,8 @@ class PlainDecoding(SchedulerFeature):
         """The results of a batch whose outputs have arrived, also of requests that have
         left it."""
         assert isinstance(launched, BatchInFlight)
+        if launched.batch.num_steps > 1:
+            return BatchResult(outputs.t().tolist(), [[] for _ in launched.batch.reqs])
         logits_output: LogitsOutput = outputs[0]
         sample_output: SampleOutput = outputs[1]
         assert sample_output.next_token_ids.shape == (launched.forward_batch.batch_size,)

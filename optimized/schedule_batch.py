@@ -54,28 +54,33 @@ def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=slots)
 
 
-def prepare_for_decode(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch | None:
-    """One slot for each request's newest token. None: there is no memory for all of them."""
+def prepare_for_decode(reqs: list[Req], parts: SchedulerParts, num_steps: int = 1) -> ScheduleBatch | None:
+    """One slot for each request's newest token, and for those that it samples before the last step. None:
+    there is no memory for one of each."""
     pool, allocator = parts.req_to_token_pool, parts.allocator
     num_new_pages = sum(req.kv_committed_len % allocator.page_size == 0 for req in reqs)
-    if not evict_for(num_new_pages * allocator.page_size, parts.tree_cache, allocator):
+    if num_steps == 1 and not evict_for(num_new_pages * allocator.page_size, parts.tree_cache, allocator):
         return None
     rows, positions = rows_of(reqs), [req.kv_committed_len for req in reqs]
     last_locs = pool.read_each(rows, [position - 1 for position in positions])
-    slots = allocator.alloc_decode([position + 1 for position in positions], last_locs)
+    ends = [position + num_steps for position in positions]
+    if num_steps == 1:
+        slots = allocator.alloc_decode(ends, last_locs)
+    else:
+        slots = allocator.alloc_extend(positions, ends, last_locs)
     assert slots is not None, "no slots to decode, though there is memory for them"
-    pool.write_ragged(rows, positions, [1] * len(rows), slots)
-    for req in reqs:
-        req.kv_committed_len += 1
-        req.kv_allocated_len = req.kv_committed_len
-    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=slots)
+    pool.write_ragged(rows, positions, [num_steps] * len(rows), slots)
+    for req, end in zip(reqs, ends):
+        req.kv_committed_len = req.kv_allocated_len = end
+    slots = slots if num_steps == 1 else slots.view(-1, num_steps).t().flatten()
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=slots, num_steps=num_steps)
 
 
 def make_forward_batch(
     batch: ScheduleBatch, newest_ids: Sequence[int], num_token_ids: int, device: torch.device
 ) -> ForwardBatch:
-    """The batch as tensors. newest_ids: the input of each request that decodes; below zero, a name in the
-    FutureMap. Call it once memory is allocated and before any result is processed."""
+    """The batch as tensors, of several steps the first. newest_ids: the input of each request that decodes;
+    below zero, a name in the FutureMap. Call it once memory is allocated and before results are processed."""
     assert batch.out_cache_loc is not None
     if batch.forward_mode is ForwardMode.DECODE:
         return _decode_batch(batch, newest_ids, device)
@@ -157,9 +162,8 @@ def visible_in_blocks(
 def _decode_batch(batch: ScheduleBatch, newest_ids: Sequence[int], device: torch.device) -> ForwardBatch:
     """A decode batch with all tensors in one copy, because a step of a small model leaves the CPU little
     time."""
-    bs, slots = batch.batch_size, batch.out_cache_loc
-    assert slots is not None
-    seq_lens = [req.kv_committed_len for req in batch.reqs]
+    bs, slots = batch.batch_size, batch.slots_of_steps[0]
+    seq_lens = [req.kv_committed_len - batch.num_steps + 1 for req in batch.reqs]
     has_images = any(req.embeds is not None for req in batch.reqs)
     numbers = pinned(7 + has_images, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
     ids, positions, rows, lens, slots_row, extend_lens, starts, *rope_positions = numbers.numpy()[:, :bs]

@@ -97,8 +97,8 @@ class Scheduler(interface.Scheduler):
         """Launch a batch, and cache its prompts before their results are known. False: the model refuses
         it."""
         requests = self.requests
-        requests.num_steps += 1
-        requests.num_overlapped += bool(self.pipeline)
+        requests.num_steps += batch.num_steps
+        requests.num_overlapped += batch.num_steps - (not self.pipeline)
         try:
             self.decoding.run(batch, requests.chunked_req)
         except BaseException as error:
@@ -146,7 +146,7 @@ class Scheduler(interface.Scheduler):
         decoding = batch.reqs[batch.num_extend_reqs :]
         for req in decoding if batch.forward_mode is not ForwardMode.TARGET_VERIFY else []:
             if req.req_pool_idx is not None:
-                req.kv_committed_len -= 1
+                req.kv_committed_len -= batch.num_steps
         self._catch_up(num_left=0)
         if not isinstance(error, Exception) or not all(req.finished for req in batch.reqs):
             self.requests.finish_with_error(batch.reqs, error)
@@ -233,11 +233,11 @@ class Scheduler(interface.Scheduler):
                 break
 
     def get_batch_decode(self) -> ScheduleBatch | None:
-        """A decode step of all running requests, after retractions if memory is short."""
+        """A decode step of all running requests, or several, after retractions if memory is short."""
         decodable = self._decodable()
         if not decodable:
             return None
-        batch = self.decoding.prepare(decodable)
+        batch = self.decoding.prepare(decodable, self.config.num_continuous_decode_steps)
         if batch is None and not self.pipeline:
             return self._retract_to_decode()  # a batch in flight may end requests, so it is processed before
         if batch is not None:

@@ -12,16 +12,27 @@ from diptych.shared.sampling.logprobs import (
     to_token_logprobs,
 )
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
-from diptych.shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
+from diptych.shared.scheduling.pages import num_decode_steps
+from diptych.shared.types import (
+    BatchResult,
+    ForwardBatch,
+    Req,
+    SamplingBatchInfo,
+    ScheduleBatch,
+    SpeculationStats,
+    TokenLogprob,
+)
 
 
 class PlainDecoding:
     def __init__(self, parts: SchedulerParts) -> None:
         self.parts = parts
 
-    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """Slots for a decode step of all these requests. None: there is no memory for it."""
-        return prepare_for_decode(reqs, self.parts)
+    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+        """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
+        it."""
+        num_steps = 1 if most_steps == 1 else num_decode_steps(reqs, most_steps, self.parts.allocator)
+        return prepare_for_decode(reqs, self.parts, num_steps)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         """Run a batch. chunked_req: the request whose prompt continues in the next step."""
@@ -34,6 +45,8 @@ class PlainDecoding:
         is_pooling = any(req.is_pooling for req in batch.reqs)
         if parts.drafter is None:  # otherwise hidden states are for the drafter
             parts.model_runner.capture_hidden = () if is_pooling else None
+        if batch.num_steps > 1:
+            return self._run_steps(batch, forward_batch, info)
         with parts.timeline.forward(forward_batch):
             logits_output, sample_output = parts.model_runner.forward_and_sample(
                 forward_batch, parts.sampler, info, parts.num_token_ids
@@ -54,6 +67,17 @@ class PlainDecoding:
             forward_batch,
             logits_output,
         )
+
+    def _run_steps(
+        self, batch: ScheduleBatch, forward_batch: ForwardBatch, info: SamplingBatchInfo
+    ) -> BatchResult:
+        parts, slots = self.parts, batch.slots_of_steps.to(self.parts.allocator.device)
+        with parts.timeline.forward(forward_batch):
+            token_ids = parts.model_runner.decode_steps(
+                forward_batch, slots, parts.sampler, info, parts.num_token_ids
+            )
+        with parts.timeline.span("wait for tokens"):
+            return BatchResult(token_ids.t().tolist(), [[] for _ in batch.reqs])
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats:
         return SpeculationStats()

@@ -40,14 +40,15 @@ def prepare_for_extend(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch:
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=torch.cat(slots))
 
 
-def prepare_for_decode(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch | None:
-    """One slot for each request's newest token. None: there is no memory for all of them."""
+def prepare_for_decode(reqs: list[Req], parts: SchedulerParts, num_steps: int = 1) -> ScheduleBatch | None:
+    """One slot for each request's newest token, and for those that it samples before the last step. None:
+    there is no memory for one of each."""
     pool, allocator, page_size = parts.req_to_token_pool, parts.allocator, parts.allocator.page_size
     num_new_pages = sum(req.kv_committed_len % page_size == 0 for req in reqs)
-    if not evict_for(num_new_pages * page_size, parts.tree_cache, allocator):
+    if num_steps == 1 and not evict_for(num_new_pages * page_size, parts.tree_cache, allocator):
         return None
     slots: list[torch.Tensor] = []
-    for req in reqs:
+    for req in reqs * num_steps:
         position, row = req.kv_committed_len, req.req_pool_idx
         assert row is not None
         last_loc = int(pool.read(row, position - 1, position))
@@ -56,15 +57,16 @@ def prepare_for_decode(reqs: list[Req], parts: SchedulerParts) -> ScheduleBatch 
         pool.write(row, position, slot)
         req.kv_committed_len = req.kv_allocated_len = position + 1
         slots.append(slot)
-    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=torch.cat(slots))
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=torch.cat(slots), num_steps=num_steps)
 
 
 def make_forward_batch(
     batch: ScheduleBatch, newest_ids: Sequence[int], num_token_ids: int, device: torch.device
 ) -> ForwardBatch:
-    """The batch as tensors. newest_ids: the input of each request that decodes. Call it once memory is
-    allocated and before any result is processed."""
+    """The batch as tensors, of several steps the first. newest_ids: the input of each request that decodes.
+    Call it once memory is allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
+    out_cache_loc = batch.out_cache_loc if batch.num_steps == 1 else batch.slots_of_steps[0]
     extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
 
     # --8<-- [start:ragged-tokens]
@@ -72,7 +74,7 @@ def make_forward_batch(
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
     input_ids += newest_ids
-    seq_lens = [req.kv_committed_len for req in batch.reqs]
+    seq_lens = [req.kv_committed_len - batch.num_steps + 1 for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
     # --8<-- [end:ragged-tokens]
@@ -99,7 +101,7 @@ def make_forward_batch(
         positions=positions,
         req_pool_indices=tensor([req.req_pool_idx for req in batch.reqs]),
         seq_lens=tensor(seq_lens),
-        out_cache_loc=batch.out_cache_loc.to(device),
+        out_cache_loc=out_cache_loc.to(device),
         extend_seq_lens=tensor(extend_seq_lens),
         extend_start_loc=tensor(start_locs),
         seq_lens_cpu=tuple(seq_lens),

@@ -64,7 +64,7 @@ class Scheduler(interface.Scheduler):
         with self._errors_end(None):
             batch = self.get_next_batch_to_run()
         if batch is not None:
-            requests.num_steps += 1
+            requests.num_steps += batch.num_steps
             with self._errors_end(batch):
                 result = self.decoding.run(batch, requests.chunked_req)
                 self.process_batch_result(batch, result)
@@ -161,10 +161,10 @@ class Scheduler(interface.Scheduler):
                 break
 
     def get_batch_decode(self) -> ScheduleBatch | None:
-        """A decode step of all running requests, after retractions if memory is short."""
+        """A decode step of all running requests, or several, after retractions if memory is short."""
         if not self.requests.running:
             return None
-        batch = self.decoding.prepare(self.requests.running)
+        batch = self.decoding.prepare(self.requests.running, self.config.num_continuous_decode_steps)
         if batch is None:
             return self._retract_to_decode()
         self.new_token_ratio.decay()

@@ -69,7 +69,7 @@ class DiffusionDecoding(PlainDecoding):
     def num_reserved(self, running: Sequence[Req]) -> int:
         return sum(req.diffusion.block_len for req in running if req.diffusion is not None)
 
-    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
         """Slots to the end of each request's block, and one for each plain request."""
         filling = [req for req in reqs if req.diffusion is not None]
         plain = [req for req in reqs if req.diffusion is None]
@@ -78,7 +78,11 @@ class DiffusionDecoding(PlainDecoding):
         num_pages = sum(req.kv_committed_len % allocator.page_size == 0 for req in reqs)
         if not evict_for(num_pages * allocator.page_size, self.parts.tree_cache, allocator):
             return None
-        batch = super().prepare(plain) if plain else ScheduleBatch([], ForwardMode.DECODE)
+        batch = (
+            super().prepare(plain, 1 if filling else most_steps)
+            if plain
+            else ScheduleBatch([], ForwardMode.DECODE)
+        )
         if batch is None or not filling:
             return batch
         take_block_slots(filling, self.parts)

@@ -24,6 +24,7 @@ from diptych.shared.sampling.logprobs import (
     last_hidden_states,
 )
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.to_device import copy_to_device
 from diptych.shared.types import (
     ForwardBatch,
     InputLogprobs,
@@ -123,26 +124,32 @@ class Pipeline:
             return [None] * len(reqs)
         return list(map(self.batches[-1].place_of, reqs))
 
+    def nums_in_flight(self, reqs: Sequence[Req]) -> list[int]:
+        """Of each request, the tokens that are sampled before the next batch and that the CPU does not have.
+        A round of speculation counts as one."""
+        num_steps = self.batches[-1].batch.num_steps if self.batches else 0
+        return [0 if place is None else num_steps for place in self.places_of(reqs)]
+
     def decodable(self, running: Sequence[Req]) -> list[Req]:
-        """The requests that may produce a token beyond the one in flight; an end by length is known ahead."""
+        """The requests that may produce a token beyond those in flight; an end by length is known ahead."""
         return [
             req
-            for req, place in zip(running, self.places_of(running))
-            if len(req.output_ids) + (place is not None) < req.max_new_tokens
+            for req, num_in_flight in zip(running, self.nums_in_flight(running))
+            if len(req.output_ids) + num_in_flight < req.max_new_tokens
         ]
 
     def drop(self, req: Req) -> None:
-        """Drop the results in flight of a request. The logits of its token in flight will not be checked for
-        NaN, so its KV is not committed."""
+        """Drop the results in flight of a request. The logits of its tokens in flight will not be checked for
+        NaN, so their KV is not committed."""
         for batch in self.batches:
             row = batch.rows.pop(req, None)
             if isinstance(batch, BatchInFlight) and row is not None and row >= batch.batch.num_extend_reqs:
-                req.kv_committed_len -= 1
+                req.kv_committed_len -= batch.batch.num_steps
 
     def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         places = self.places_of(batch.reqs)
-        num_in_flight = [int(place is not None) for place in places]  # tokens that the CPU does not have yet
+        num_in_flight = self.nums_in_flight(batch.reqs)
         with parts.timeline.span("prepare"):
             first = batch.num_extend_reqs
             newest_ids = [
@@ -162,10 +169,13 @@ class Pipeline:
         else:
             extend = self.extension_of(launched) if self.extension_of is not None else None
             info = self.sampling_info(batch.reqs, num_in_flight)
+            slots = copy_to_device(batch.slots_of_steps, self.device) if batch.num_steps > 1 else None
 
-            def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
+            def forward_and_sample() -> Any:
                 resolved = launched.keep(self.future_map.resolve(named, has_ids=None in places))
                 count_in_flight(launched.keep(info), named, resolved)
+                if slots is not None:
+                    return self._run_steps(launched, resolved, launched.keep(slots), info)
                 with parts.timeline.forward(resolved):
                     outputs = parts.model_runner.forward_and_sample(
                         resolved, parts.sampler, info, num_token_ids
@@ -176,6 +186,18 @@ class Pipeline:
 
             launched.results = self.streams.launch(forward_and_sample)
         self.batches.append(launched)
+
+    def _run_steps(
+        self, launched: BatchInFlight, resolved: ForwardBatch, slots: torch.Tensor, info: SamplingBatchInfo
+    ) -> torch.Tensor:
+        """Several decode steps: the tokens to copy to the CPU. The next batch decodes from the last ones."""
+        parts = self.parts
+        with parts.timeline.forward(resolved):
+            token_ids = parts.model_runner.decode_steps(
+                resolved, slots, parts.sampler, info, parts.num_token_ids
+            )
+        self.future_map.store(launched.first_place, token_ids[-1])
+        return token_ids
 
     def sampling_info(
         self, reqs: list[Req], num_in_flight: list[int], reads_texts: bool = True

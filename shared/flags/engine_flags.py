@@ -215,6 +215,12 @@ class EngineFlags:
     )
     """The optimized panel only. While prompts queue, first tokens do not wait until the next prefill is
     formed and launched; the GPU waits for the CPU meanwhile."""
+    num_continuous_decode_steps: int = flag(
+        SCHEDULING, 1, "Decode steps that are launched together, without a decision between them.", at_least=1
+    )
+    """With more the GPU waits less for the CPU, where steps are short. Tokens come in groups, a new request
+    waits for all steps of a group, and one that stops computes tokens of up to two groups in vain. Steps are
+    launched alone where a sampler reads earlier tokens, and where log-probabilities are returned."""
     schedule_policy: SchedulePolicyName = flag(SCHEDULING, "fcfs", "The order of waiting requests.")
     """fcfs is fair. lpm and dfs-weight raise the hit rate of the radix cache and may delay requests without a
     hit. lof ends offline work earlier, because long answers start first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -114,3 +114,36 @@ class ModelRunner(ABC):
         """`forward`, then `sampler.sample` of its logits (TARGET_VERIFY: of every node's), cut to the first
         `num_token_ids` columns: those beyond are padding rows of the head. One call, so that a graph may
         compute both; the results are the same. The sampled tokens are never overwritten."""
+
+    # --8<-- [start:decode-steps]
+    @torch.inference_mode()
+    def decode_steps(
+        self,
+        forward_batch: ForwardBatch,
+        slots: torch.Tensor,
+        sampler: Sampler,
+        info: SamplingBatchInfo,
+        num_token_ids: int,
+    ) -> torch.Tensor:
+        """Several steps of a DECODE batch, each from the tokens that the step before it sampled: their ids
+        [num_steps, bs] int64, on the model's device. slots [num_steps, bs] int64: where each step writes KV;
+        those of the first are the batch's own. The CPU waits for no step. A row that gave no token (-1, after
+        NaN) goes on from token 0, and what it gives has no meaning."""
+        token_ids: list[torch.Tensor] = []
+        for out_cache_loc in slots:
+            if token_ids:
+                places = forward_batch.rope_positions
+                forward_batch = replace(
+                    forward_batch,
+                    input_ids=token_ids[-1].clamp(min=0),
+                    positions=forward_batch.positions + 1,
+                    rope_positions=None if places is None else places + 1,
+                    seq_lens=forward_batch.seq_lens + 1,
+                    seq_lens_cpu=tuple(seq_len + 1 for seq_len in forward_batch.seq_lens_cpu),
+                    out_cache_loc=out_cache_loc,
+                )
+            _, sampled = self.forward_and_sample(forward_batch, sampler, info, num_token_ids)
+            token_ids.append(sampled.next_token_ids)
+        return torch.stack(token_ids)
+
+    # --8<-- [end:decode-steps]

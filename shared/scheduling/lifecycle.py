@@ -29,8 +29,9 @@ class DecodeStrategy(Protocol):
     """How running requests decode: one token each, or drafts that the model verifies. It may be a
     `SchedulerFeature`."""
 
-    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """Slots for a decode step of all these requests. None: there is no memory for it."""
+    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+        """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
+        it."""
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult | None:
         """Run a batch. chunked_req: the request whose prompt continues in the next step. None: the results
@@ -147,7 +148,7 @@ class Lifecycle:
         num_new = len(req.output_ids) - num_before
         if num_new > 0:
             req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
-        num_accepted = max(num_new - 1, 0)
+        num_accepted = max(num_new - 1, 0) if self.parts.drafter is not None else 0
         req.num_accepted_tokens += num_accepted
         self.num_accepted_tokens += num_accepted
         self.num_generated_tokens += num_new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -35,6 +36,34 @@ def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPool
     if missing > 0:
         tree_cache.evict(missing)
     return allocator.available_size() >= num_tokens
+
+
+# --8<-- [start:num-decode-steps]
+def num_decode_steps(
+    reqs: Sequence[Req], most: int, allocator: TokenToKVPoolAllocator, nums_in_flight: Sequence[int] = ()
+) -> int:
+    """Decode steps that can be launched together, at most `most`. One, where a sampler reads earlier tokens
+    or gives more than a token, or where the slots are not free without an eviction. No request comes to its
+    greatest length before the last step. nums_in_flight: tokens of each that it does not have yet."""
+    params = [req.sampling_params for req in reqs]
+    if any(req.needs_output for req in reqs) or any(
+        p.changes_logits or p.needs_penalty or p.return_logprob for p in params
+    ):
+        return 1
+    nums_left = [req.max_new_tokens - len(req.output_ids) for req in reqs]
+    num_steps = min(
+        most, *(left - coming for left, coming in zip_longest(nums_left, nums_in_flight, fillvalue=0))
+    )
+    page_size = allocator.page_size
+    num_pages = sum(
+        num_pages_of(req.kv_committed_len + num_steps, page_size)
+        - num_pages_of(req.kv_committed_len, page_size)
+        for req in reqs
+    )
+    return num_steps if num_pages * page_size <= allocator.available_size() else 1
+
+
+# --8<-- [end:num-decode-steps]
 
 
 def retraction_order(running: Sequence[Req]) -> list[Req]:

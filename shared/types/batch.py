@@ -41,10 +41,19 @@ class ScheduleBatch:
     forward_mode: ForwardMode
     num_extend_reqs: int = 0  # the first so many requests extend, the others decode
     out_cache_loc: torch.Tensor | None = None  # int64 [num_tokens]; set once memory is allocated
+    num_steps: int = (
+        1  # DECODE: tokens of each request; out_cache_loc has the slots of one step after another
+    )
 
     @property
     def batch_size(self) -> int:
         return len(self.reqs)
+
+    @property
+    def slots_of_steps(self) -> torch.Tensor:
+        """[num_steps, bs], of a DECODE batch."""
+        assert self.out_cache_loc is not None
+        return self.out_cache_loc.view(self.num_steps, self.batch_size)
 
 
 @dataclass(frozen=True)

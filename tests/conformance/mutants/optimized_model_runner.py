@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from diptych.reference.model_runner import ModelRunner as ReferenceRunner
 from diptych.shared.types import ForwardBatch, ForwardMode, SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
@@ -227,3 +228,11 @@ class PadsStepsWithGivenRows(FakeGraphsRunner):
 
     def forward(self, forward_batch):
         return super().forward(replace(forward_batch, embeds=None, embed_rows=None))
+
+
+@mutant_of("model_runner")
+class StepsInOneSlot(ReferenceRunner):
+    """Steps that are launched together write their KV to the slots of the first."""
+
+    def decode_steps(self, forward_batch, slots, *args):
+        return super().decode_steps(forward_batch, slots[:1].expand_as(slots), *args)

@@ -37,7 +37,15 @@ bug("FreesTheSurplusSlotAgain",
      "  if row is not None and batch.batch.forward_mode.is_decode:\n                "
      "self.parts.allocator.free(batch.batch.out_cache_loc[row : row + 1])\n"))
 bug("EndByLengthComesUnexpected", "A request whose last token is in flight takes part in one step more.",
-    ("overlap.in_flight", "len(req.output_ids) + (place is not None)", "len(req.output_ids)"))
+    ("overlap.in_flight", "len(req.output_ids) + num_in_flight", "len(req.output_ids)"))
+bug("DecodesFromTheFirstOfTheSteps", "Behind steps launched together, a request goes on from the first.",
+    ("overlap.in_flight", "launched.first_place, token_ids[-1]", "launched.first_place, token_ids[0]"))
+bug("StepsTogetherCountAsOne", "Of the tokens in flight of steps that were launched together one counts.",
+    ("overlap.in_flight", "0 if place is None else num_steps", "0 if place is None else 1"))
+bug("SlotsOfStepsByRequest", "The slots of steps launched together are in the order of the requests.",
+    ("schedule_batch", "slots.view(-1, num_steps).t().flatten()", "slots"))
+bug("StepsTogetherForPenalties", "Steps are launched together though penalties read their tokens.",
+    ("shared.scheduling.pages", "p.needs_penalty or p.return_logprob", "p.return_logprob"))
 bug("CountsMissTheTokenInFlight", "Penalties lag one token behind.",
     ("overlap.in_flight", "count_in_flight(launched.keep(info), named, resolved)", "launched.keep(info)"))
 bug("MinimumMissesTheTokenInFlight", "Stop tokens are banned for one token more than min_new_tokens.",
@@ -75,7 +83,7 @@ bug("AbortWaitsForTheToken",
 # What is left behind
 bug("CachesWhatTheModelDidNotCompute",
     "A request that ended before the model failed leaves a slot in the cache that was never written.",
-    ("scheduler", "req.kv_committed_len -= 1", "pass"))
+    ("scheduler", "req.kv_committed_len -= batch.num_steps", "pass"))
 bug("NaNPromptsStayCached", "A prompt whose logits are NaN goes on being found.",
     ("scheduler", "if token_ids[0] < 0 and req", "if False and req"))
 bug("WhoFoundItGoesOn", "Requests that found a prompt before it came out as NaN go on with it.",
@@ -89,7 +97,9 @@ bug("LeaversLeaveTheirPrompt",
     ("scheduler", "            if batch.rows.pop(req, None) is not None:\n",
      "            if batch.rows.pop(req, None) is None:\n                continue\n            if True:\n"))
 bug("CachesUnreadKV", "KV of the step too many goes into the cache.",
-    ("overlap.in_flight", "req.kv_committed_len -= 1", "pass"))
+    ("overlap.in_flight", "req.kv_committed_len -= batch.batch.num_steps", "pass"))
+bug("CachesUnreadKVOfLaterSteps", "Of the steps too many only one is taken back.",
+    ("overlap.in_flight", "req.kv_committed_len -= batch.batch.num_steps", "req.kv_committed_len -= 1"))
 bug("FailureHidesTheBatchBefore", "Tokens that were under way when the model failed are lost.",
     ("scheduler", "        self._catch_up(num_left=0)\n        if not isinstance(error, Exception)",
      "        if not isinstance(error, Exception)"))

@@ -24,6 +24,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "prefill_adder": ("prefill_adder.budgets", "prefill_adder.waits", "prefill_adder.any_requests"),
     "scheduler": (
         "scheduler.schedules",
+        "scheduler.steps_together",
         "scheduler.limits",
         "scheduler.answers",
         "scheduler.constraints",

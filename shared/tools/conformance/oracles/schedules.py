@@ -80,6 +80,7 @@ class Schedule:
     schedule_conservativeness: float = 1.0
     in_batch_prefix_check_threshold: int = 32
     in_batch_prefix_deprioritize_threshold: int = 32
+    num_continuous_decode_steps: int = 1
     drafts: Drafts | None = None  # None: no speculation
     is_spread: bool = False  # logits close together, so that sampling parameters matter
     nan_token: int | None = None

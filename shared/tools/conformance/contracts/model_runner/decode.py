@@ -225,6 +225,40 @@ def sampled_tokens(impl: type[ModelRunner], case: Sampling) -> None:
 
 
 @contract(
+    "decode_steps gives the tokens of as many calls of forward_and_sample, each with the tokens of the call "
+    "before it, and leaves their KV.",
+    (
+        Sampling("several steps, greedy", batch_sizes=(3, 9, 1), kinds=("greedy",)),
+        Sampling(
+            "several steps, pages of 16", batch_sizes=(1, 4, 2), page_size=16, kinds=("filters", "mixed")
+        ),
+    ),
+)
+def several_steps(impl: type[ModelRunner], case: Sampling) -> None:
+    dice, model = random.Random(case.seed), model_for(case.config, case.dtype)
+    session, plain = PreparedSession(impl, model, case), PreparedSession(impl, model, case)
+    session.prefill(case)
+    plain.prefill(case)
+    for number, new_ids in enumerate(case.steps()):
+        what, num_steps = f"launch {number}, {len(new_ids)} requests", 2 + number
+        kind = case.kinds[number % len(case.kinds)]
+        info = make_sampling_batch_info(requests(kind, len(new_ids), dice), NUM_TOKEN_IDS, check_device())
+        batch = session.forward_batch(new_ids)
+        more = [session.forward_batch(new_ids).out_cache_loc for _ in range(num_steps - 1)]
+        slots = torch.stack([batch.out_cache_loc, *more])
+        found = session.runner.decode_steps(batch, slots, session.sampler, info, NUM_TOKEN_IDS)
+        expected = []
+        for _ in range(num_steps):
+            _, sampled = plain.run_and_sample(plain.forward_batch(new_ids), info)
+            expected.append(sampled.next_token_ids.tolist())
+            new_ids = {i: [token_id] for i, token_id in zip(new_ids, expected[-1])}
+        expect_form(f"{what}: ids", found, like=slots, dtype=torch.int64)
+        expect_equal(f"{what}: ids", found.tolist(), expected)
+        logits, wanted = (s.run(s.forward_batch(new_ids)).next_token_logits for s in (session, plain))
+        expect_equal(f"{what}: logits of the next step", logits, wanted)
+
+
+@contract(
     "While capture_hidden is set, every step gives the hidden states of its tokens: for (), those that "
     "logits are computed from; of layers, the streams into them, side by side in the order asked for. Logits "
     "stay as they are, and so they do when it is None again.",
