@@ -168,8 +168,8 @@ class Pipeline:
             self.streams.launch(lambda: self._forward(launched))
         else:
             extend = self.extension_of(launched) if self.extension_of is not None else None
-            info = self.sampling_info(batch.reqs, num_in_flight)
             slots = copy_to_device(batch.slots_of_steps, self.device) if batch.num_steps > 1 else None
+            info = self.sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> Any:
                 resolved = launched.keep(self.future_map.resolve(named, has_ids=None in places))

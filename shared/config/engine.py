@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diptych.shared.config.deterministic_flags import check_deterministic
-from diptych.shared.config.parallel import check_parallel_flags
+from diptych.shared.config.parallel import check_decode_steps, check_parallel_flags
 from diptych.shared.config.speculation_flags import check_speculation
 from diptych.shared.flags.engine_flags import LORA, RANKS, SPECULATION, TIERS, EngineFlags
 from diptych.shared.flags.flag import flags_of
@@ -28,6 +28,7 @@ class EngineConfig(EngineFlags):
                 changed.add(flag.group)
         if SPECULATION in changed:
             check_speculation(self)
+        check_decode_steps(self)
         if changed & {RANKS, TIERS, LORA}:
             check_parallel_flags(self)
         if self.deterministic:

@@ -17,6 +17,16 @@ def check_can_pause(flags: EngineFlags) -> None:
             raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
 
 
+def check_decode_steps(flags: EngineFlags) -> None:
+    """Raise `ValueError` for flags with which each decode step needs a decision."""
+    for name, only in (("pp", 1), ("dp_attention", False), ("speculative", None)):
+        if flags.num_continuous_decode_steps > 1 and getattr(flags, name) != only:
+            raise ValueError(
+                f"num_continuous_decode_steps={flags.num_continuous_decode_steps} does not work with "
+                f"{name}={getattr(flags, name)}: it decides anew behind each step"
+            )
+
+
 def check_parallel_flags(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
     if flags.num_lora_slots:
@@ -44,13 +54,6 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}{why}")
-    if flags.num_continuous_decode_steps > 1:
-        for name, only in (("pp", 1), ("dp_attention", False), ("speculative", None)):
-            if getattr(flags, name) != only:
-                raise ValueError(
-                    f"num_continuous_decode_steps={flags.num_continuous_decode_steps} does not work with "
-                    f"{name}={getattr(flags, name)}: it decides anew behind each step"
-                )
     if flags.two_batch_tokens:
         num_ranks = flags.dp * flags.tp if flags.dp_attention else flags.tp
         flag = f"two_batch_tokens={flags.two_batch_tokens}"

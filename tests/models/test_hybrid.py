@@ -182,6 +182,7 @@ GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
             {"page_size": 16, "max_total_tokens": 112, "use": {"model_runner": GRAPHS}},
             marks=pytest.mark.full,
         ),
+        pytest.param("qwen3-next", {"num_continuous_decode_steps": 3, "use": {"model_runner": GRAPHS}}),
         pytest.param(
             "qwen3-next",
             {"disable_overlap_schedule": True, "use": {"model_runner": GRAPHS}},

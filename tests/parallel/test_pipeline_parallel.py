@@ -343,6 +343,10 @@ def test_layers_of_a_stage() -> None:
     ("flags", "message"),
     [
         ({"pp": 2, "tp": 2, "ep": 2}, "pp=2 does not work with ep=2"),
+        (
+            {"pp": 2, "num_continuous_decode_steps": 2},
+            "num_continuous_decode_steps=2 does not work with pp=2",
+        ),
         ({"pp": 2, "speculative": "ngram"}, "speculative=ngram; it must be None: stages pass on one token"),
         (
             {"pp": 2, "enable_mixed_chunk": True},

@@ -44,6 +44,10 @@ def test_what_is_not_given_follows(flags: dict[str, Any], expected: tuple[int, i
         ({"speculative": "eagle"}, "speculative=eagle needs speculative_draft_model"),
         ({"speculative_draft_model": "x"}, "drafts without a model"),
         ({"enable_mixed_chunk": True}, "enable_mixed_chunk does not work with speculative=ngram"),
+        (
+            {"num_continuous_decode_steps": 2},
+            "num_continuous_decode_steps=2 does not work with speculative=n",
+        ),
         ({"speculative_num_draft_tokens": 1}, "there must be at least 2"),
         (
             {"speculative_topk": 1, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},

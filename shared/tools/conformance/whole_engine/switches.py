@@ -51,6 +51,7 @@ SWITCHES: tuple[dict[str, Any], ...] = (
     {"schedule_policy": "dfs-weight", "page_size": 4},
     {"schedule_policy": "random", "max_running_requests": 3},
     {"max_running_requests": 1},
+    {"num_continuous_decode_steps": 4, "page_size": 4},
     {"disable_cuda_graph": True},
     {"cuda_graph_bs": (1, 3, 6), "max_running_requests": 7},  # padding, and a batch beyond the largest
     {"max_total_tokens": 256, "schedule_conservativeness": 0.01},  # memory is short: retraction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.shared.interfaces import Scheduler
-from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
+from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, table
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_true
 from diptych.shared.tools.conformance.contracts.scheduler.schedules import harness_for
@@ -147,12 +147,15 @@ def leaves_before_it_is_known(impl: type[Scheduler], case: Case) -> None:
     harness.expect_idle()
 
 
-@contract("Nor does what a request computes after its end, which is never read.", EXAMPLE)
+@contract(
+    "Nor does what a request computes after its end, which is never read.",
+    grid("{num_steps} in a launch", num_steps=(1, 2)),
+)
 def nan_after_the_end(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(BEFORE, 3, VOCAB_SIZE)
     last = tokens[-1]
     assert last not in (*BEFORE, *tokens[:-1])
-    harness = harness_for(impl)
+    harness = harness_for(impl, num_continuous_decode_steps=case.num_steps)
     harness.model_runner.spoil_token = last
     harness.submit(BEFORE, 20, eos=frozenset([last]))
     harness.run()

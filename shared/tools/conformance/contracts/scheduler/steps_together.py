@@ -52,6 +52,7 @@ def steps_together(impl: type[Scheduler], case: Case) -> None:
         expected.append(min(case.num_steps, left))
         left -= expected[-1]
     expect_equal("tokens of each launch", [n for n in nums if n], expected)
+    expect_equal("steps: none behind an end by length", harness.scheduler.stats().num_steps, 12)
     harness.expect_idle()
 
 
