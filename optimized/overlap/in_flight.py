@@ -125,8 +125,8 @@ class Pipeline:
         return list(map(self.batches[-1].place_of, reqs))
 
     def nums_in_flight(self, reqs: Sequence[Req]) -> list[int]:
-        """Of each request, the tokens that are sampled before the next batch and that the CPU does not have.
-        A round of speculation counts as one."""
+        """Tokens of each request that are sampled before the next batch, and that the CPU does not have. A
+        round of speculation counts as one."""
         num_steps = self.batches[-1].batch.num_steps if self.batches else 0
         return [0 if place is None else num_steps for place in self.places_of(reqs)]
 
