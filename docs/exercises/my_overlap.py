@@ -45,8 +45,9 @@ class MyScheduler(Scheduler):
         raise NotImplementedError("TODO one request: wait for a batch, and process it")
 
     def get_batch_decode(self) -> ScheduleBatch | None:
-        """A decode step of all `_decodable()` requests, or None. `decoding.prepare` gives None if slots are
-        short; `_retract_to_decode` makes room. After a step without retraction `new_token_ratio` decays."""
+        """A decode step of all `_decodable()` requests, or None. `decoding.prepare` takes them and
+        `config.num_continuous_decode_steps`, and gives None if slots are short; `_retract_to_decode` makes
+        room. After a step without retraction `new_token_ratio` decays."""
         raise NotImplementedError("TODO one request: may requests be retracted now?")
 
     def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:

@@ -115,7 +115,6 @@ class ModelRunner(ABC):
         `num_token_ids` columns: those beyond are padding rows of the head. One call, so that a graph may
         compute both; the results are the same. The sampled tokens are never overwritten."""
 
-    # --8<-- [start:decode-steps]
     @torch.inference_mode()
     def decode_steps(
         self,
@@ -129,6 +128,7 @@ class ModelRunner(ABC):
         [num_steps, bs] int64, on the model's device. slots [num_steps, bs] int64: where each step writes KV;
         those of the first are the batch's own. The CPU waits for no step. A row that gave no token (-1, after
         NaN) goes on from token 0, and what it gives has no meaning."""
+        # --8<-- [start:decode-steps]
         token_ids: list[torch.Tensor] = []
         for out_cache_loc in slots:
             if token_ids:
@@ -145,5 +145,4 @@ class ModelRunner(ABC):
             _, sampled = self.forward_and_sample(forward_batch, sampler, info, num_token_ids)
             token_ids.append(sampled.next_token_ids)
         return torch.stack(token_ids)
-
-    # --8<-- [end:decode-steps]
+        # --8<-- [end:decode-steps]

@@ -38,13 +38,13 @@ def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPool
     return allocator.available_size() >= num_tokens
 
 
-# --8<-- [start:num-decode-steps]
 def num_decode_steps(
     reqs: Sequence[Req], most: int, allocator: TokenToKVPoolAllocator, nums_in_flight: Sequence[int] = ()
 ) -> int:
     """Decode steps that can be launched together, at most `most`. One, where a sampler reads earlier tokens
     or gives more than a token, or where the slots are not free without an eviction. No request comes to its
     greatest length before the last step. nums_in_flight: tokens of each that it does not have yet."""
+    # --8<-- [start:num-decode-steps]
     params = [req.sampling_params for req in reqs]
     if any(req.needs_output for req in reqs) or any(
         p.changes_logits or p.needs_penalty or p.return_logprob for p in params
@@ -61,9 +61,7 @@ def num_decode_steps(
         for req in reqs
     )
     return num_steps if num_pages * page_size <= allocator.available_size() else 1
-
-
-# --8<-- [end:num-decode-steps]
+    # --8<-- [end:num-decode-steps]
 
 
 def retraction_order(running: Sequence[Req]) -> list[Req]:
