@@ -42,8 +42,12 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "diptych"})
 """Run before the cells of a notebook that draws."""
 
 _CALL = re.compile(r'\bon_gpu\("([^"]+)"(?:, (\d+))?\)')
-# Of a picture: metadata, rotations by nothing, digits behind the hundredths, spaces between elements.
-_SPARE = r'<metadata>.*?</metadata>| transform="rotate\(-0 [^)]*\)"|(?<=\d\.\d\d)\d+|(?<=>)\s+(?=<)'
+# Of a picture: what stands before it, metadata, names of groups, rotations by nothing, digits behind the
+# hundredths, spaces between elements, line breaks of paths.
+_SPARE = (
+    r'<\?xml.*?(?=<svg )|<metadata>.*?</metadata>| id="[a-z]+[\da-z]*_\d+"| transform="rotate\(-0 [^)]*\)"'
+    r"|(?<=\d\.\d\d)\d+|(?<=>)\s+(?=<)| ?\n"
+)
 
 
 def name_of(source: str) -> str | None:
