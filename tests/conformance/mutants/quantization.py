@@ -36,12 +36,12 @@ class DividesByTheScale(QuantizedLinear):
 
 
 @quantized_linear
-class SwapsFactorAndDivisor(QuantizedLinear):
-    """NVFP4's factor is taken for the divisor, and the divisor for the factor."""
+class IgnoresTheDivisor(QuantizedLinear):
+    """NVFP4's scales are multiplied by their factor, and not divided by the divisor."""
 
     def dequantized_weight(self):
-        third = self.weight_zero if self.weight_global is None else self.weight_global.flip(1)
-        return dequantize(self.weight, self.weight_scale, third, self.scheme)
+        weight = super().dequantized_weight()
+        return weight if self.weight_global is None else weight * self.weight_global[:, 1:]
 
 
 @quantized_linear
