@@ -36,13 +36,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": HYBRID_CONFIGS["qwen3.5"] | SIZES | HEADS,
     "one layer": LLAMA | SIZES | {"num_hidden_layers": 1},
 }
-METHODS = ["fp8", "int8", "int4", "fp8-block"]
+METHODS = ["fp8", "int8", "int4", "fp8-block", "nvfp4"]
 MEDIAN = dict.fromkeys(METHODS, 1e-4) | {"int8": 0.01}
 """Of the differences of log-probabilities in float32. Ranks add the sums of a GEMM in another order. The last
 bit of a sum may decide how an input is rounded to 8 bits. Then the token and those behind it differ by more:
 with int8 many tokens, as amax / 127.5 scales the largest value of each to a tie of -127 and -128."""
-LARGEST = dict.fromkeys(METHODS, 0.5) | {"int4": 1e-4}
-"""Of the same differences. int4: inputs are not rounded. 0.5: a token may be given to another expert."""
+LARGEST = dict.fromkeys(METHODS, 0.5) | dict.fromkeys(("int4", "nvfp4"), 1e-4)
+"""Of the same differences. int4, nvfp4: inputs are not rounded. 0.5: a token may be given to another expert."""
 
 
 def config_of(folder: Path, model: str, **flags: Any) -> EngineConfig:
