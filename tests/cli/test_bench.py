@@ -147,10 +147,8 @@ def test_long_prompts_in_small(diptych: Diptych, tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
-def test_ctrl_c_keeps_what_was_complete(
-    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """6 steps a run: the second repeat is interrupted, behind the warm-up and the first."""
+def interrupt_the_second_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 6 steps a run: behind the warm-up and the first repeat."""
     steps = iter(range(1, 1000))
     step = LLM.step
 
@@ -160,6 +158,12 @@ def test_ctrl_c_keeps_what_was_complete(
         return step(self)
 
     monkeypatch.setattr(LLM, "step", interrupted)
+
+
+def test_ctrl_c_keeps_what_was_complete(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_the_second_repeat(monkeypatch)
     file = tmp_path / "result.json"
     result = diptych(*OFFLINE, "--concurrency", "2,3", *FEW, "-o", str(file))
     assert result.exit_code == 130, result.output

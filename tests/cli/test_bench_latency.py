@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.bench import plots
 from diptych.shared.tools.bench.peers import ROWS
+from tests.cli.test_bench import interrupt_the_second_repeat
 
 Diptych = Callable[..., Result]
 
@@ -54,15 +54,7 @@ def test_on_a_cpu_the_bare_step_is_measured_only_when_asked_for(diptych: Diptych
 def test_ctrl_c_keeps_what_was_complete(
     diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = iter(range(1, 1000))
-    step = LLM.step
-
-    def interrupted(self: LLM) -> bool:
-        if self.scheduler.has_work() and next(steps) == 15:  # 6 steps a run
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(LLM, "step", interrupted)
+    interrupt_the_second_repeat(monkeypatch)
     file = tmp_path / "r.json"
     result = diptych(*LATENCY, "--no-limit", "-o", str(file))
     assert result.exit_code == 130, result.output

@@ -42,7 +42,7 @@ MEDIAN = dict.fromkeys(METHODS, 1e-4) | {"int8": 0.01}
 bit of a sum may decide how an input is rounded to 8 bits. Then the token and those behind it differ by more:
 with int8 many tokens, as amax / 127.5 scales the largest value of each to a tie of -127 and -128."""
 LARGEST = dict.fromkeys(METHODS, 0.5) | dict.fromkeys(("int4", "nvfp4"), 1e-4)
-"""Of the same differences. int4, nvfp4: inputs are not rounded. 0.5: a token may be given to another expert."""
+"""Of the same differences. 1e-4: inputs are not rounded. 0.5: a token may be given to another expert."""
 
 
 def config_of(folder: Path, model: str, **flags: Any) -> EngineConfig:

@@ -87,6 +87,14 @@ class RunningServer:
             found: dict[str, Any] = json.loads(answer.read())
         return found
 
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON of a POST; anything but 200 raises."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
+
     def wait_idle(self, timeout: float = 60.0) -> dict[str, int]:
         """The load once no request is live. Fails when that takes longer than `timeout` seconds."""
         end = time.monotonic() + timeout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -46,10 +44,7 @@ def test_a_reward_model_is_served(tmp_path: Path) -> None:
     prompts = [[5, 6, 7], [8, 9]]
     offline = [each.embedding for each in LLM(str(tmp_path), max_total_tokens=64).embed(prompts)]
     with serving("--model", str(tmp_path), "--max-total-tokens", "64") as server:
-        body = json.dumps({"input": prompts}).encode()
-        request = urllib.request.Request(f"{server.url}/classify", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            data = json.loads(answer.read())["data"]
+        data = server.post("/classify", {"input": prompts})["data"]
         assert [each["scores"] for each in data] == [pytest.approx(each, abs=1e-6) for each in offline]
         client = openai_client(server)
         with pytest.raises(openai.BadRequestError, match="this model gives scores: POST /classify"):

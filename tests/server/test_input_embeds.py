@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
@@ -16,11 +15,7 @@ from tests.server.running import RunningServer
 
 def generate(server: RunningServer, **body: Any) -> dict[str, Any]:
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 12}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
+    return server.post("/generate", body)
 
 
 def test_rows_over_http(server: RunningServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,6 @@ def lora_server(paths: dict[str, str]) -> Iterator[RunningServer]:
         yield server
 
 
-def post(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
-
-
 def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) -> None:
     import openai
 
@@ -81,7 +71,7 @@ def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) 
 
     with pytest.raises(openai.NotFoundError, match="'second' is not served; 'tiny-dense', 'first' are"):
         client.completions.create(model="second", **ASK)
-    answer = post(lora_server, "/load_lora_adapter", {"lora_name": "second", "lora_path": paths["second"]})
+    answer = lora_server.post("/load_lora_adapter", {"lora_name": "second", "lora_path": paths["second"]})
     assert answer == {"success": True, "loaded_adapters": ["first", "second"]}
     assert client.completions.create(model="second", **ASK).choices[0].text == offline["second"]
     native = {
@@ -89,9 +79,9 @@ def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) 
         "lora_path": "second",
         "sampling_params": {"temperature": 0, "max_new_tokens": 8},
     }
-    assert post(lora_server, "/generate", native)["text"] == offline["second"]
+    assert lora_server.post("/generate", native)["text"] == offline["second"]
 
-    post(lora_server, "/unload_lora_adapter", {"lora_name": "second"})
+    lora_server.post("/unload_lora_adapter", {"lora_name": "second"})
     with pytest.raises(openai.NotFoundError, match="'second' is not served"):
         client.chat.completions.create(model="second", messages=[{"role": "user", "content": "Hi"}])
     for path, body in (
@@ -101,5 +91,5 @@ def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) 
         ("/load_lora_adapter", {"lora_name": "third", "lora_path": "~nouser/adapter"}),
     ):
         with pytest.raises(urllib.error.HTTPError, match="400"):
-            post(lora_server, path, body)
+            lora_server.post(path, body)
     assert client.completions.create(model="first", **ASK).choices[0].text == offline["first"]

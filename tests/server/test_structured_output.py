@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import time
-import urllib.request
+import urllib.error
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -93,9 +93,9 @@ def test_other_names(client: openai.OpenAI, body: dict[str, Any], pattern: str, 
 
 def test_native_generate(server: RunningServer) -> None:
     params = {"max_new_tokens": 60, "temperature": 0, "json_schema": PERSON}
-    answer = post(server, "/generate", {"text": "Mara is", "sampling_params": params})
+    answer = server.post("/generate", {"text": "Mara is", "sampling_params": params})
     jsonschema.validate(json.loads(answer["text"]), PERSON)
-    answer = post(server, "/generate", {"text": "A", "sampling_params": {"choice": ["yes", "no"]}})
+    answer = server.post("/generate", {"text": "A", "sampling_params": {"choice": ["yes", "no"]}})
     assert answer["text"] in ("yes", "no")
 
 
@@ -143,7 +143,7 @@ def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
 )
 def test_what_is_refused(server: RunningServer, body: dict[str, Any], said: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
-        post(server, "/v1/chat/completions", {"model": "tiny-dense", "messages": ASK, **body})
+        server.post("/v1/chat/completions", {"model": "tiny-dense", "messages": ASK, **body})
     assert caught.value.code == 400
     assert said in caught.value.read().decode()
 
@@ -168,12 +168,3 @@ def wait_for_grammar_queue(server: RunningServer, length: int, timeout: float = 
     while server.get("/server_info")["load"]["num_waiting_for_grammar"] != length:
         assert time.monotonic() < end, f"the length of the queue is never {length}"
         time.sleep(0.02)
-
-
-def post(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +15,7 @@ if find_spec("xgrammar") is None:
 
 from tests.server.in_process import client_of, make_app
 from tests.server.running import RunningServer
+from tests.server.test_faults import post
 
 SCHEMA = {
     "type": "object",
@@ -28,17 +27,6 @@ USER = [{"role": "user", "content": "What is 12 + 30?"}]
 ARGUMENTS = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-
-
-def post(server: RunningServer, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def asked(path: str, choice: str) -> dict[str, Any]:

@@ -294,19 +294,11 @@ def print_outcome(outcome: Outcome, facts: dict[str, str]) -> None:
 
     console = Console()
 
-    def print_rows(rows: list[tuple[str, str]]) -> None:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in rows:
-            grid.add_row(name, Text(value))
-        console.print(grid)
-
-    print_rows(list(facts.items()))
+    diff_precision.print_rows(console, list(facts.items()))
     console.print()
     if outcome.divergence is not None:
         console.print("first divergence", style="bold red")
-        print_rows(outcome.divergence.rows())
+        diff_precision.print_rows(console, outcome.divergence.rows())
     else:
         console.print("no divergence", style="bold green")
         table = Table("kind of op", "largest error", "allowed")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from diptych.shared.tools.commands.diff_prompts import make_prompts
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from diptych.shared.tools.conformance.diff.precision import Precision
     from diptych.shared.tools.conformance.diff.precision_report import ChoiceTable
 
@@ -66,6 +68,18 @@ def _dtype(llm: Any) -> str:
     return " ".join([name, *(method for method in methods if method != "auto")])
 
 
+def print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    console.print(grid)
+
+
 def print_precision(found: Precision, facts: dict[str, str], choices: list[ChoiceTable]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -75,15 +89,7 @@ def print_precision(found: Precision, facts: dict[str, str], choices: list[Choic
 
     console = Console()
 
-    def print_rows(rows: list[tuple[str, str]]) -> None:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in rows:
-            grid.add_row(name, Text(value))
-        console.print(grid)
-
-    print_rows(list(facts.items()))
+    print_rows(console, list(facts.items()))
     console.print()
     console.print(Text(found.sentence(), style="bold"))
     table = Table(
@@ -93,7 +99,7 @@ def print_precision(found: Precision, facts: dict[str, str], choices: list[Choic
         errors = (f"{error:.2e}" for error in (row.accumulated, row.own, row.added))
         table.add_row(str(row.layer), *errors, row.worst_op, f"{row.worst_error:.2e}" if row.worst_op else "")
     console.print(table)
-    print_rows(token_rows(found.tokens))
+    print_rows(console, token_rows(found.tokens))
     if found.other_experts.count:
         console.print(f"other experts: {found.other_experts.value:.2%} of all routings")
     print_choices(choices)
