@@ -82,15 +82,15 @@ def record() -> list[tuple[State, str]]:
 
 def draw(state: State) -> str:
     """The pages with their slots, the page tables, and the free list."""
-    slots = dict.fromkeys(range(1, NUM_PAGES + 1), ["f0"] * PAGE_SIZE)
+    free_page = "<i></i>" * PAGE_SIZE
+    slots = dict.fromkeys(range(1, NUM_PAGES + 1), free_page)
     for name, pages in state.page_tables.items():
         for i, page in enumerate(pages):
             used = min(PAGE_SIZE, state.num_tokens[name] - PAGE_SIZE * i)
-            slots[page] = [HUES[name]] * used + ["f0"] * (PAGE_SIZE - used)
+            slots[page] = f'<i class="{HUES[name]}"></i>' * used + "<i></i>" * (PAGE_SIZE - used)
     pool = "".join(
-        f"<div>{span('' if set(kinds) != {'f0'} else 's', str(page))}"
-        f'<div class="slots">{"".join(f"""<i class="{kind}"></i>""" for kind in kinds)}</div></div>'
-        for page, kinds in slots.items()
+        f'<div>{span("s" if own == free_page else "", str(page))}<div class="slots">{own}</div></div>'
+        for page, own in slots.items()
     )
     parts = [f'<div class="pool">{pool}</div>']
     for name, question in QUESTIONS.items():

@@ -42,8 +42,7 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "diptych"})
 """Run before the cells of a notebook that draws."""
 
 _CALL = re.compile(r'\bon_gpu\("([^"]+)"(?:, (\d+))?\)')
-# Of a picture: what stands before it, metadata, names of groups, rotations by nothing, digits behind the
-# hundredths, spaces between elements, line breaks of paths.
+# What a picture does not need: names of groups, digits behind the hundredths, line breaks and more.
 _SPARE = (
     r'<\?xml.*?(?=<svg )|<metadata>.*?</metadata>| id="[a-z]+[\da-z]*_\d+"| transform="rotate\(-0 [^)]*\)"'
     r"|(?<=\d\.\d\d)\d+|(?<=>)\s+(?=<)| ?\n"

@@ -29,9 +29,8 @@ PACKAGES = {
 @cache
 def records() -> tuple[dict[str, Any], ...]:
     """The recorded runs."""
-    return tuple(
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(DATA.glob("gpu-tests-*.json"))
-    )
+    files = sorted(DATA.glob("gpu-tests-*.json"))
+    return tuple(json.loads(path.read_text(encoding="utf-8")) for path in files)
 
 
 def works_components() -> str:

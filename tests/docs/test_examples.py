@@ -47,10 +47,8 @@ def deployed() -> list[tuple[str, list[str]]]:
         r'^ENTRYPOINT \["\S*/diptych", (.*)\]$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
     )
     assert len(unit) == len(image) == 1
-    return [
-        ("diptych.service", shlex.split(unit[0])),
-        ("Dockerfile", shlex.split(image[0].replace(",", " "))),
-    ]
+    words = {"diptych.service": unit[0], "Dockerfile": image[0].replace(",", " ")}
+    return [(file, shlex.split(each)) for file, each in words.items()]
 
 
 PROGRAM: Any = typer.main.get_command(app)

@@ -40,17 +40,15 @@ class _Files:
 def _shown(markdown: str, repository: str = "") -> str:
     page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="course/05-radix-cache.md"), url="course/05/")
     files: Any = _Files()
-    return hooks.on_page_markdown(
-        textwrap.dedent(markdown), page, SimpleNamespace(repo_url=repository), files
-    )
+    config = SimpleNamespace(repo_url=repository)
+    return hooks.on_page_markdown(textwrap.dedent(markdown), page, config, files)
 
 
 def test_a_public_address_gives_the_line_that_clones() -> None:
     page = "```bash\nmake run\n```\n"
     assert _shown(page) == page.rstrip()
-    assert "git clone https://example.org/x/diptych && cd diptych\nmake run" in _shown(
-        page, "https://example.org/x/diptych"
-    )
+    shown = _shown(page, "https://example.org/x/diptych")
+    assert "git clone https://example.org/x/diptych && cd diptych\nmake run" in shown
 
 
 def test_a_quote_is_followed_by_a_link_to_its_line() -> None:

@@ -88,10 +88,8 @@ def test_a_record_counts_what_passed_failed_and_was_not_run(record: dict[str, An
 
 
 def test_tables_say_what_a_record_has_and_no_more(record: dict[str, Any]) -> None:
-    assert (
-        works.gpu_cards()
-        == "The tests have run on 2 × H100 80GB HBM3 (torch 2.13.0, commit 5f9d2320, 2026-11-28)."
-    )
+    card = "2 × H100 80GB HBM3 (torch 2.13.0, commit 5f9d2320, 2026-11-28)"
+    assert works.gpu_cards() == f"The tests have run on {card}."
     notes = {
         "tests/gpu/test_two_gpus.py::test_two_ranks_answer_as_one": "ranks",
         "tests/gpu/test_waits.py": "waits",
