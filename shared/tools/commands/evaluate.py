@@ -39,7 +39,7 @@ def evaluate(
     engine: EngineOptions,
     formats: Annotated[
         str, _option("Formats, separated by commas; a plus combines two: fp8+fp8-kv.")
-    ] = "bf16,fp8,fp8-block,int8,int4,fp8-kv",
+    ] = "bf16,fp8,fp8-block,int8,int4,nvfp4,fp8-kv",
     checkpoint: Annotated[
         list[str] | None,
         _option(
