@@ -308,6 +308,7 @@ def test_decoding_goes_on_while_a_disk_is_slow(
     alone: list[list[int]], tmp_path: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request waits for its pages; the requests that run do not."""
+    monkeypatch.setattr(disk_pages, "MAX_WAIT_SECONDS", 60.0)
     flags = {"hicache_dir": str(tmp_path), "use": {"disk_tier": "optimized", "scheduler": scheduler}}
     llm = engine(**flags)
     first = prompts(llm)[0]

@@ -72,7 +72,6 @@ def ask(
         ("qwen3.5", "small pool", {"tp": 2}),
         ("qwen3.5", "drafts", {"tp": 2}),
         ("qwen3.5", "nextn", {"tp": 2}),
-        ("qwen3.5", "overlap", {"tp": 2}),
         ("qwen3.5", "int4", {"tp": 2}),
         ("kimi-linear", "chunks", {"tp": 4}),
         *(
@@ -80,6 +79,7 @@ def ask(
             for family, flags in (
                 *(("qwen3-next", flags) for flags in ("chunks", "small pool", "drafts", "overlap")),
                 *(("kimi-linear", flags) for flags in ("small pool", "drafts", "overlap")),
+                ("qwen3.5", "overlap"),
             )
         ),
         pytest.param("qwen3.5-moe", "int4", {"tp": 2, "ep": 2}, marks=pytest.mark.full),

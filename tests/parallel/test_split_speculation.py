@@ -47,7 +47,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "standalone": STANDALONE | {"chunked_prefill_size": 8},
     "optimized standalone": STANDALONE | OPTIMIZED,
 }
-SLOW = ("optimized tree", "optimized standalone", "tree, pages of one token")
+SLOW = {*FLAGS} - {"plain", "ngram", "optimized chain", "chunks, shared memory"}
 TEXTS = (
     "Read this story: Mara lives in Bergen. Mara works as a baker. In which city does Mara live?",
     "Count from 3 to 9.",
