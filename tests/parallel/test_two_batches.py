@@ -70,7 +70,7 @@ IN_STEP: list[Any] = [
     {"two_batch_tokens": 9},  # some passes are not cut
     MIXED | {"ep": 2},
     {"tp": 2},
-    {"speculative": "ngram", "ep": 2},
+    pytest.param({"speculative": "ngram", "ep": 2}, marks=pytest.mark.full),
     {"speculative": "ngram", "speculative_topk": 1, "ep": 2},
     pytest.param({"panel": "optimized", "ep": 2}, marks=pytest.mark.full),
     pytest.param({"panel": "optimized", "tp": 2} | MIXED, marks=pytest.mark.full),
