@@ -41,6 +41,7 @@ RAISING = {
     "reports-before-it-fails",
     "failure-inside",
     "fails-after-a-nan-prompt",
+    "replicas-in-threads",
 }
 """A model raises when it is launched: on the late device nothing runs at that time."""
 
@@ -48,6 +49,7 @@ MANY = {
     "any-schedule",
     "any-schedule-of-any-requests",
     "any-schedule-of-drafts",
+    "any-schedule-of-steps-together",
     "any-schedule-ahead",
     "any-shape",
     "any-moment",
@@ -221,7 +223,8 @@ def run(clause: Clause, impl: type[Scheduler], case: Any) -> None:
 @pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
 def test_any_schedule_on_a_slow_device(impl: type[Scheduler], first: int) -> None:
     for seed in range(first, first + 3):
-        run_schedule(random_schedule(seed, is_spread=True), {"scheduler": impl})
+        schedule = replace(random_schedule(seed, is_spread=True), num_continuous_decode_steps=1 + seed % 3)
+        run_schedule(schedule, {"scheduler": impl})
 
 
 @pytest.mark.parametrize("first", [100, pytest.param(106, marks=pytest.mark.full)])
