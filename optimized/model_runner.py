@@ -114,6 +114,8 @@ class ModelRunner(interface.ModelRunner):
             self.lora.prepare(forward_batch)
         if self.expert_manager is not None:
             self.expert_manager.before_pass()
+        if self.host_states is not None:
+            self.host_states.before_pass()
         if self.host_pool is not None:
             self.host_pool.before_pass()
             if forward_batch.forward_mode is not ForwardMode.EXTEND and isinstance(self.host_pool, HostPool):

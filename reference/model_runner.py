@@ -23,6 +23,8 @@ class ModelRunner(interface.ModelRunner):
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         if self.host_pool is not None:
             self.host_pool.before_pass()
+        if self.host_states is not None:
+            self.host_states.before_pass()
         if self.expert_manager is not None:
             self.expert_manager.before_pass()
         if self.lora is not None:

@@ -3,14 +3,15 @@
 A request at the decode engine, and what it owns there:
 
     waiting    nothing; it comes when the pool has room for its prompt and its longest answer
-    transfer   pages of its prompt, open for the transport, and a lock on the prefix that is cached already
+    transfer   pages of its prompt and a row, also of states, open for the transport, and a lock on the prefix
+               that is cached already
     scheduled  in the ordinary scheduler, where it decodes from the first token, which comes with the KV
 
 and at the prefill engine:
 
     prefill    in the ordinary scheduler, for one token
-    in flight  a lock on its prompt in the prefix cache, and its last page, until the transport has ended
-               the room
+    in flight  a lock on its prompt in the prefix cache, its last page, and a copy of its state, until the
+               transport has ended the room
 
 Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
 the other engine. A decode engine may have several prefill engines: a request whose prefill engine ends moves
@@ -22,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,10 +42,10 @@ from diptych.shared.interfaces import (
 )
 from diptych.shared.loading.kv_sizing import num_speculative_slots
 from diptych.shared.scheduling.admission import admit
-from diptych.shared.scheduling.last_pages import LastPages
+from diptych.shared.scheduling.last_pages import LastPage, LastPages
 from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page, round_up_to_page
+from diptych.shared.scheduling.state_checkpoints import StateCheckpoints
 from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req, StepOutput
-from diptych.shared.types.req import NO_SLOTS
 
 TIME_LIMIT = 300.0
 """Time limit of a transfer in seconds, after which the connection to the other engine is closed."""
@@ -57,7 +58,7 @@ class Sent:
     """What a room owns at the prefill engine while it is read."""
 
     node: Any  # that it locks; None: nothing is sent
-    last_page: torch.Tensor  # slots of the tokens behind the last full page
+    last_page: LastPage = field(default_factory=LastPage)
 
 
 class PrefillSide:
@@ -101,7 +102,7 @@ class PrefillSide:
             if self.transport.poll(start.room) != "open":  # aborted
                 del self.prefill[rid]
                 self.scheduler.abort(rid)
-                self.allocator.free(self.last_pages.take(rid).slots)
+                self.last_pages.free(self.last_pages.take(rid))
 
     def send(self, outputs: Sequence[StepOutput]) -> None:
         """After a step: send what is computed, and unlock what has arrived."""
@@ -112,7 +113,7 @@ class PrefillSide:
             sent = self.in_flight.pop(room)
             if sent.node is not None:
                 self.tree.dec_lock_ref(sent.node)
-            self.allocator.free(sent.last_page)
+            self.last_pages.free(sent.last_page)
 
     # --8<-- [end:prefill-turn]
 
@@ -137,25 +138,26 @@ class PrefillSide:
         page_size, ids, extra_key = (
             self.allocator.page_size, start.request.input_ids, start.request.extra_key
         )  # fmt: skip
-        last_page, draft_state = self.last_pages.take(output.rid)
-        match = self.tree.match_prefix(RadixKey(ids, extra_key, self.tree.is_bigram))
-        slots = torch.cat([match.device_indices, last_page])
+        last_page = self.last_pages.take(output.rid)
+        match = self.tree.match_kv(RadixKey(ids, extra_key, self.tree.is_bigram))
+        slots = torch.cat([match.device_indices, last_page.slots])
         pages = (slots[::page_size] // page_size).tolist()[start.first_page :]
-        if len(slots) != len(ids) or len(pages) != len(start.target_pages):
-            self.allocator.free(last_page)  # it failed, or the cache did not keep it
+        found = len(slots), len(pages), last_page.checkpoint is not None
+        if found != (len(ids), len(start.target_pages), start.target_row is not None):
+            self.last_pages.free(last_page)  # it failed, or the cache did not keep it
             self._fail(start.room, reason)
             return
         self.tree.inc_lock_ref(match.last_node)
         self.in_flight[start.room] = Sent(match.last_node, last_page)
         output.finished_reason = None  # whether it ends the request is known where all its limits are
-        self.transport.post(encode(Computed(start.room, output, draft_state)))
-        self.transport.send(start.room, pages, start.target_pages)
+        self.transport.post(encode(Computed(start.room, output, last_page.draft_state)))
+        self.transport.send(start.room, pages, start.target_pages, last_page.checkpoint, start.target_row)
 
     def _fail(self, room: str, reason: FinishReason) -> None:
         message = f"the prefill engine has no KV: {getattr(reason, 'message', reason)}"
         self.transport.post(encode(Failed(room, message, getattr(reason, "status", 503))))
         self.transport.abort(room)
-        self.in_flight[room] = Sent(None, NO_SLOTS)
+        self.in_flight[room] = Sent(None)
 
 
 class PrefillEngines(Protocol):
@@ -196,6 +198,7 @@ class Transfer:
     prefix: torch.Tensor
     locked: Any
     slots: torch.Tensor
+    row: int
     since: float
     first: StepOutput | None = None
     draft_state: bytes = b""
@@ -225,7 +228,9 @@ class DecodeSide(Scheduler):
         self.child: Any = None  # the process of the other engine
         # Of a round in flight and of the next one.
         self.num_draft_slots = 2 * num_speculative_slots(config, parts.drafter)
+        self.has_states = any(isinstance(each, StateCheckpoints) for each in parts.features)
         self._num_rooms = 0
+        self._new: list[tuple[Transport, Start]] = []
 
     def add_request(self, req: Req) -> None:
         rids = [req.rid for req in self.waiting] + [output.rid for output in self.outputs]
@@ -256,8 +261,6 @@ class DecodeSide(Scheduler):
 
     # --8<-- [start:decode-step]
     def step(self) -> list[StepOutput]:
-        while self.waiting and self._allocate(self.waiting[0]):
-            self.waiting.pop(0)
         found = {room: transfer.transport.poll(room) for room, transfer in self.transfers.items()}
         for transport in self.prefill_engines.transports():
             for message in transport.messages():  # read after the polls: they come ahead of the pages
@@ -265,6 +268,8 @@ class DecodeSide(Scheduler):
         for room, status in found.items():
             if status != "open":
                 self._take(room, self.transfers.pop(room), status == "done")
+        while self.waiting and self._allocate(self.waiting[0]):
+            self.waiting.pop(0)
         # --8<-- [end:decode-step]
         for transfer in self.transfers.values():
             if self.parts.clock() - transfer.since > TIME_LIMIT and not transfer.transport.is_lost:
@@ -276,6 +281,10 @@ class DecodeSide(Scheduler):
                 self.outputs.append(output)
         elif not self.outputs:
             time.sleep(POLL_SECONDS)
+        for transport, start in self._new:  # not before: a step in flight may write to what was just freed
+            transport.open_receiver(start.room, start.target_pages, start.target_row)
+            transport.post(encode(start))
+        self._new.clear()
         outputs, self.outputs = self.outputs, []
         return outputs
 
@@ -307,6 +316,7 @@ class DecodeSide(Scheduler):
             self.reserved[room] = needed
             self._schedule(req, room)
             return True
+        prefix, node = tree.match_kv(key)
         busy = Counter(transfer.transport for transfer in self.transfers.values())
         transport = self.prefill_engines.choose(req, busy)
         if self.prefill_engines.is_connecting(req):
@@ -320,12 +330,14 @@ class DecodeSide(Scheduler):
         has_room = evict_for(num_missing, tree, allocator)
         assert has_room, "less memory than is reserved"
         slots = allocator.alloc(num_missing)
+        rows = self.parts.req_to_token_pool.alloc(1)
         assert slots is not None
-        pages = (slots[::page_size] // page_size).tolist()
-        transport.open_receiver(room, pages)
-        request = request_of(req, self.grammars)
-        transport.post(encode(Start(room, request, len(prefix) // page_size, pages)))
-        self.transfers[room] = Transfer(req, transport, prefix, node, slots, self.parts.clock())
+        assert rows is not None
+        pages, row = (slots[::page_size] // page_size).tolist(), rows[0]
+        first_page, target_row = len(prefix) // page_size, row if self.has_states else None
+        start = Start(room, request_of(req, self.grammars), first_page, pages, target_row)
+        self._new.append((transport, start))
+        self.transfers[room] = Transfer(req, transport, prefix, node, slots, row, self.parts.clock())
         return True
 
     def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
@@ -335,12 +347,14 @@ class DecodeSide(Scheduler):
             slots = torch.cat([transfer.prefix, transfer.slots])
             req.prefix_indices = slots[: len(req.origin_input_ids)]
             req.last_node, req.cache_protected_len = transfer.locked, len(transfer.prefix)
+            req.req_pool_idx = transfer.row
             self.moved.discard(req.rid)
             self.scheduled[req.rid] = room
             self.scheduler.add_computed(req, first, transfer.draft_state)
             return
         self.parts.tree_cache.dec_lock_ref(transfer.locked)
         self.parts.allocator.free(transfer.slots)
+        self.parts.req_to_token_pool.free([transfer.row])
         del self.reserved[room]
         if not transfer.is_wanted:
             return

@@ -15,12 +15,13 @@ Page = Annotated[int, msgspec.Meta(ge=0)]
 
 class Start(msgspec.Struct, tag=True):
     """A message: compute a prompt and the first token, and send the KV from page `first_page` on to these
-    pages."""
+    pages, and the state of linear attention to this row."""
 
     room: str
     request: Request
     first_page: Page
     target_pages: list[Page]
+    target_row: Page | None = None
 
 
 class Computed(msgspec.Struct, tag=True):

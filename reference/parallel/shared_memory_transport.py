@@ -49,11 +49,11 @@ class SharedMemoryTransport(Transport):
     _is_shared = False
     _other: list[list[torch.Tensor]] | None = None  # pages of the buffers of each layer
 
-    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
+    def open_receiver(self, room: str, pages: Sequence[int], row: int | None = None) -> None:
         if not self._is_shared:
             self._is_shared = True
             self._share()
-        super().open_receiver(room, pages)
+        super().open_receiver(room, pages, row)
 
     def _share(self) -> None:
         """Send what the other end needs to map this pool."""

@@ -65,7 +65,7 @@ class RankTransport(interface.Transport):
         self.real = real
         self.parts = parts
         self.is_lost = False
-        self.rooms: dict[str, Sequence[int] | None] = {}  # the pages of a receiver
+        self.rooms: dict[str, tuple[Sequence[int], int | None] | None] = {}  # pages and row of a receiver
         self._ended: dict[str, TransferStatus] = {}
         self._messages: list[bytes] = []
 
@@ -90,26 +90,33 @@ class RankTransport(interface.Transport):
         if self.real is not None:
             self.real.open_sender(room)
 
-    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
-        self.rooms[room] = pages
+    def open_receiver(self, room: str, pages: Sequence[int], row: int | None = None) -> None:
+        self.rooms[room] = pages, row
         if self.real is not None:
-            self.real.open_receiver(room, pages)
+            self.real.open_receiver(room, pages, row)
 
-    def send(self, room: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
-        contents = self.parts.gather(source_pages)
+    def send(
+        self,
+        room: str,
+        source_pages: Sequence[int],
+        target_pages: Sequence[int],
+        source_row: int | None = None,
+        target_row: int | None = None,
+    ) -> None:
+        contents = self.parts.gather(source_pages, source_row)
         if self.real is not None:
-            self.real.send_contents(room, contents, target_pages)
+            self.real.send_contents(room, contents, target_pages, target_row)
 
     # --8<-- [start:poll-on-every-rank]
     def poll(self, room: str) -> TransferStatus:
         """The same on every rank. Pages are written before the room is done."""
-        pages = self.rooms[room]
+        opened = self.rooms[room]
         status = self._ended.pop(room, "open")
         if status != "open":
             del self.rooms[room]
             contents: Contents = self.real.take(room) if self.real is not None else {}
-            if status == "done" and pages is not None:
-                self.parts.scatter(pages, contents)
+            if status == "done" and opened is not None:
+                self.parts.scatter(opened[0], contents, opened[1])
         return status
 
     # --8<-- [end:poll-on-every-rank]

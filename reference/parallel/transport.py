@@ -1,4 +1,4 @@
-"""Transfers KV pages from one pool to another through a connection.
+"""Transfers KV pages and states from one pool to another through a connection.
 
 Each end has two threads. The writer sends frames from a queue in order, so that a frame queued after a room's
 pages also arrives after them. The reader applies what arrives. A room ends at an end only when its threads
@@ -29,9 +29,8 @@ import msgspec
 import torch
 
 from diptych.shared.interfaces import transport as interface
-from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.interfaces.transport import TransferStatus
-from diptych.shared.loading.sent_pool import SentPool
+from diptych.shared.loading.sent_pool import is_of_states, names_of, parts_of
 from diptych.shared.parallel.channel import Channel, Refused, decoder
 
 MAX_HEADER_BYTES = 64 * 2**20
@@ -44,7 +43,7 @@ class Frame(msgspec.Struct):
     kind: str  # hello, memory, message, pages, end, ack, ask, abort, aborted
     room: str = ""
     layer: int = 0
-    pages: list[int] = []  # of the receiver
+    pages: list[int] = []  # of the receiver; of a layer of states its row
     layout: str = ""  # hello: what must be equal
 
 
@@ -57,6 +56,7 @@ class Room:
     status: TransferStatus = "open"
     is_aborted: bool = False  # on its way to failed
     pages: list[int] = field(default_factory=list)  # of a receiver
+    rows: list[int] = field(default_factory=list)  # of its states
 
 
 class Transport(interface.Transport):
@@ -87,13 +87,22 @@ class Transport(interface.Transport):
         if is_aborted:
             self._abort_sender(room)
 
-    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
-        self._open(room, Room(is_sender=False, pages=list(pages)))
+    def open_receiver(self, room: str, pages: Sequence[int], row: int | None = None) -> None:
+        self._open(room, Room(is_sender=False, pages=list(pages), rows=_rows(row)))
 
     # --8<-- [start:send-pages]
-    def send(self, room: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
+    def send(
+        self,
+        room: str,
+        source_pages: Sequence[int],
+        target_pages: Sequence[int],
+        source_row: int | None = None,
+        target_row: int | None = None,
+    ) -> None:
+        pages, rows = (list(source_pages), list(target_pages)), (_rows(source_row), _rows(target_row))
         for layer in range(self.kv_pool.num_layers):
-            self._outgoing.put(lambda n=layer: self._copy(room, n, list(source_pages), list(target_pages)))
+            sent = rows if is_of_states(self.kv_pool, layer) else pages
+            self._outgoing.put(lambda n=layer, sent=sent: self._copy(room, n, *sent))
         self._outgoing.put(lambda: None if self._is_aborted(room) else self._put_frame(Frame("end", room)))
 
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
@@ -173,8 +182,7 @@ class Transport(interface.Transport):
         pool = self.kv_pool
         self._layout = [self._page_layout(layer) for layer in range(pool.num_layers)]
         shapes = dict.fromkeys(tuple(pages.shape[1:]) for pages in chain.from_iterable(self._layout))
-        drafts = f"drafter {pool.drafter}" if isinstance(pool, SentPool) else "no KV of a drafter"
-        own = Frame("hello", layout=f"{pool.num_layers} layers, {[*shapes]} {pool.dtype}, {drafts}")
+        own = Frame("hello", layout=f"{pool.num_layers} layers, {[*shapes]} {pool.dtype}, {names_of(pool)}")
         self._put_frame(own)
         other, _ = self._take_frame()
         if other.layout != own.layout:
@@ -239,7 +247,7 @@ class Transport(interface.Transport):
             raise Refused(f"pages of layer {frame.layer}, and the pool has {self.kv_pool.num_layers}")
         with self._lock:
             room = self._rooms.get(frame.room)
-            opened = [] if room is None or room.is_sender else room.pages
+            opened = [] if room is None or room.is_sender else self._opened(room, frame.layer)
         if len(set(frame.pages)) < len(frame.pages) or not set(frame.pages) <= set(opened):
             raise Refused(f"pages that room {frame.room!r:.100} has not opened")
         return len(frame.pages) * sum(pages[0].numel() for pages in self._layout[frame.layer])
@@ -261,10 +269,11 @@ class Transport(interface.Transport):
         if targets[0].is_cuda:
             torch.cuda.synchronize(targets[0].device)
 
+    def _opened(self, room: Room, layer: int) -> list[int]:
+        return room.rows if is_of_states(self.kv_pool, layer) else room.pages
+
     def _pages(self, layer: int) -> list[torch.Tensor]:
-        """The bytes of a layer, in the same memory, [num_pages, page_size, ...]: of K and of V, or of the one
-        buffer that holds both."""
-        return [rows.unflatten(0, (-1, self.kv_pool.page_size)) for rows in byte_rows(self.kv_pool, layer)]
+        return parts_of(self.kv_pool, layer)
 
     def _page_layout(self, layer: int) -> list[torch.Tensor]:
         """Pages as those that travel: their shape counts."""
@@ -279,6 +288,10 @@ class Transport(interface.Transport):
         if frame.kind == "pages" and len(payload) != self._num_bytes(frame):
             raise Refused(f"{len(payload)} bytes for {len(frame.pages)} pages")
         return frame, payload
+
+
+def _rows(row: int | None) -> list[int]:
+    return [] if row is None else [row]
 
 
 def _bytes_of(x: torch.Tensor) -> bytes:

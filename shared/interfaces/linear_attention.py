@@ -20,6 +20,7 @@ class StateStore:
     position: int  # number of tokens that the wanted state has seen
     every: int = 0  # then again so many tokens later, over the last copy; 0: once
     stored: int | None = None  # the position of the copy that is there
+    is_sent: bool = False  # to another engine: not for the prefix cache
 
 
 class StatePool:
@@ -47,6 +48,7 @@ class StatePool:
     ) -> None:
         """`num_rows`: of req_to_token, without row 0. `dtype`: of the inputs; states are float32 at least.
         `num_nodes`: the most that a verify step has of a request; 0: there are none."""
+        self.config = config
         self.checkpoints = range(num_rows + 1, num_rows + 1 + num_checkpoints)
         rows = num_layers, self.checkpoints.stop
         wide = torch.promote_types(dtype, torch.float32)
@@ -93,6 +95,15 @@ class StatePool:
         self.num_seen[rows] = starts if is_verify else batch.seq_lens
         return num_accepted.clamp(0, self.num_nodes)  # padding may have any
         # --8<-- [end:state-pool-accepted]
+
+    @property
+    def num_bytes_per_state(self) -> int:
+        return self.inputs[:, 0].nbytes + self.recurrent[:, 0].nbytes
+
+    def has_come(self, row: int, num_tokens: int) -> None:
+        """The row has the state of so many tokens, which another engine has computed. Before `plan` of the
+        request's first step."""
+        self.num_seen[row] = num_tokens  # whatever an earlier request has left
 
     @staticmethod
     def bytes_per_row(

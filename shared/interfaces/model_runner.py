@@ -38,6 +38,7 @@ class RunnerFeatures:
     expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
     linear_attention: LinearAttention | None = None  # of a model that has layers of it
     run_model: RunModel | None = field(default=None, repr=False)  # None: that of the runner
+    host_states: HostPool | None = field(default=None, repr=False)  # of linear attention
 
 
 NO_FEATURES = RunnerFeatures()
@@ -55,9 +56,9 @@ class ModelRunner(ABC):
     the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
 
     `lora`: the pool of adapters of the model, if there is one. Each batch but an IDLE one is given to its
-    `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their `before_pass` is called.
-    `linear_attention`: planned for each batch, for a model that has layers of it. `run_model`: called for
-    each batch that no graph replays.
+    `prepare` before the forward pass. `host_pool`, `host_states`, `expert_manager`: likewise; their
+    `before_pass` is called. `linear_attention`: planned for each batch after that, for a model that has
+    layers of it. `run_model`: called for each batch that no graph replays.
     """
 
     model: CausalLM
@@ -67,6 +68,7 @@ class ModelRunner(ABC):
     capture_hidden: tuple[int, ...] | None = None
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
+    host_states: HostPool | None = None
     expert_manager: Any = None
     linear_attention: LinearAttention | None = None
     compile_seconds: float = 0.0
@@ -86,6 +88,7 @@ class ModelRunner(ABC):
         self.capture_hidden = features.capture_hidden
         self.lora = features.lora
         self.host_pool = features.host_pool
+        self.host_states = features.host_states
         self.expert_manager = features.expert_manager
         self.linear_attention = features.linear_attention
         if features.run_model is not None:

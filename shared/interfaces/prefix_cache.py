@@ -109,6 +109,11 @@ class PrefixCache(ABC):
         split node's object stays the *lower* half, so a request that holds it keeps its whole prefix.
         """
 
+    def match_kv(self, key: RadixKey) -> MatchResult:
+        """As `match_prefix`, for KV alone: a model with linear attention goes on from a shorter prefix, at
+        whose end there is a state."""
+        return self.match_prefix(key)
+
     @abstractmethod
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
         """Add the whole pages of `key`, with their slots `value` (int64, at least as many). Existing

@@ -154,9 +154,10 @@ class Scheduler(ABC):
         the embedding); it is reported by the next step. draft_state: the `state_of` the request of that
         engine's drafter, whose KV of the prompt is in the same slots. The caller gives up its slots of the
         prompt's KV, `req.prefix_indices`, and its lock of `req.last_node`, which has the first
-        `req.cache_protected_len` of them. A row must be free, and memory for the prompt and the longest
-        answer must be kept free: it is the caller who admits. Raises `ValueError` as `add_request` does for
-        an id in use."""
+        `req.cache_protected_len` of them. It gives up `req.req_pool_idx`, if it has taken a row, which with
+        linear attention has the state at the end of the prompt; else a row must be free. Memory for the
+        prompt and the longest answer must be kept free: it is the caller who admits. Raises `ValueError` as
+        `add_request` does for an id in use."""
         raise ValueError(f"{type(self).__name__} cannot continue prompts of another engine")
 
     @abstractmethod

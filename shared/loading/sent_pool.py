@@ -1,4 +1,5 @@
-"""The KV that one engine sends to another: the target's and, with a draft model, the drafter's."""
+"""What one engine sends to another: KV of the target, of the drafter where it has some, and states of linear
+attention."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from diptych.shared.config import EngineConfig
-from diptych.shared.interfaces import Drafter
+from diptych.shared.interfaces import Drafter, StatePool
+from diptych.shared.interfaces.host_pool import byte_rows
 from diptych.shared.loading.model_path import resolve_model_path
 
 BLOCK_BYTES = 64 * 2**10
@@ -19,16 +21,20 @@ WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
 
 
 class SentPool:
-    """Two pools with the same slots as one: the layers of the target, then those of the drafter."""
+    """Several pools as one: the layers of the target, then those of the drafter, which have the same slots,
+    then those of linear attention, with a state for each row."""
 
-    def __init__(self, kv_pool: Any, draft_pool: Any, drafter: str) -> None:
+    def __init__(
+        self, kv_pool: Any, draft_pool: Any = None, drafter: str = "", states: StatePool | None = None
+    ) -> None:
         """drafter: a name that is the same in engines with the same drafter and the same dtypes of it."""
-        self.kv_pool, self.draft_pool, self.drafter = kv_pool, draft_pool, drafter
+        self.kv_pool, self.draft_pool, self.drafter, self.states = kv_pool, draft_pool, drafter, states
         self.page_size, self.dtype, self.device = kv_pool.page_size, kv_pool.dtype, kv_pool.device
-        self.num_layers = kv_pool.num_layers + draft_pool.num_layers
+        self.num_kv_layers = kv_pool.num_layers + (0 if draft_pool is None else draft_pool.num_layers)
+        self.num_layers = self.num_kv_layers + (0 if states is None else len(states.recurrent))
 
     def is_of_drafter(self, layer_id: int) -> bool:
-        return bool(layer_id >= self.kv_pool.num_layers)
+        return bool(self.kv_pool.num_layers <= layer_id < self.num_kv_layers)
 
     def k_buffer(self, layer_id: int) -> torch.Tensor:
         pool, layer_id = self._layer(layer_id)
@@ -45,20 +51,57 @@ class SentPool:
             return self.draft_pool, layer_id - self.kv_pool.num_layers
         return self.kv_pool, layer_id
 
+    def parts_of_states(self, layer_id: int) -> list[torch.Tensor]:
+        """The states of a layer as bytes [num_rows, n, width]: q, k and v of the last inputs, and the
+        recurrent state. In each, the heads of several ranks are neighbours in the last dimension."""
+        assert self.states is not None
+        config, layer_id = self.states.config, layer_id - self.num_kv_layers
+        inputs, recurrent = self.states.inputs[layer_id], self.states.recurrent[layer_id]
+        sizes = [size * inputs.itemsize for size in (config.k_size, config.k_size, config.v_size)]
+        parts = inputs.view(torch.uint8).split(sizes, dim=-1)
+        return [*parts, recurrent.flatten(1).view(torch.uint8)[:, None]]
 
-def sent_pool(config: EngineConfig, kv_pool: Any, drafter: Drafter | None, dtype: torch.dtype) -> Any:
+
+def is_of_states(pool: Any, layer_id: int) -> bool:
+    return isinstance(pool, SentPool) and layer_id >= pool.num_kv_layers
+
+
+def parts_of(pool: Any, layer_id: int) -> list[torch.Tensor]:
+    """What travels of a layer, as bytes in the memory of the pool: pages of K and of V, or of the one buffer
+    that holds both, [num_pages, page_size, width]; or states."""
+    if is_of_states(pool, layer_id):
+        states: list[torch.Tensor] = pool.parts_of_states(layer_id)
+        return states
+    return [rows.unflatten(0, (-1, pool.page_size)) for rows in byte_rows(pool, layer_id)]
+
+
+def names_of(pool: Any) -> str:
+    """What must be equal in two engines, beside the shapes of pages."""
+    if not isinstance(pool, SentPool):
+        return "no KV of a drafter"
+    drafter = f"drafter {pool.drafter}" if pool.draft_pool is not None else "no KV of a drafter"
+    return drafter + (f", states of {pool.states.inputs.dtype}" if pool.states is not None else "")
+
+
+def sent_pool(
+    config: EngineConfig,
+    kv_pool: Any,
+    drafter: Drafter | None,
+    dtype: torch.dtype,
+    states: StatePool | None = None,
+) -> Any:
     """The pool that a transport reads and writes. dtype: of activations, and so of a drafter's states. Raises
     `ValueError` for a drafter that reads hidden states of the target and has no KV of its own, which could be
     sent."""
     if drafter is not None and drafter.kv_pool is not None:
         name = f"{drafter_name(config)} with KV in {drafter.kv_pool.dtype} and states in {dtype}"
-        return SentPool(kv_pool, drafter.kv_pool, name)
+        return SentPool(kv_pool, drafter.kv_pool, name, states)
     if drafter is not None and drafter.hidden_layers is not None:
         raise ValueError(
             f"prefill and decode in two engines do not work with the drafter {type(drafter).__name__}: it "
             "reads hidden states of the prompt, and has no kv_pool that could be sent in their place"
         )
-    return kv_pool
+    return kv_pool if states is None else SentPool(kv_pool, states=states)
 
 
 def drafter_name(config: EngineConfig) -> str:

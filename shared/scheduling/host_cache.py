@@ -62,18 +62,28 @@ class HostCache(HostPages):
 
     # --8<-- [end:write-through]
 
-    # --8<-- [start:load-back]
     def load(self, req: Req, tree: PrefixCache, allocator: TokenToKVPoolAllocator) -> None:
         """Bring what the tree lacks of a request's prefix, if all of it has room."""
-        key = RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
-        match = tree.match_prefix(key)
+        self.load_kv(self.key_of(req), req, tree, allocator)
+
+    def load_kv(
+        self,
+        key: RadixKey,
+        req: Req,
+        tree: PrefixCache,
+        allocator: TokenToKVPoolAllocator,
+        least: int = MIN_LOADED_TOKENS,
+    ) -> None:
+        """Of the tokens of this key, if it is for so many of them."""
+        # --8<-- [start:load-back]
+        match = tree.match_kv(key)
         start, size = len(match.device_indices), self.pool.page_len
-        if len(key) - start < MIN_LOADED_TOKENS:
+        if len(key) - start < least:
             return
         digests = self.digests(key.token_ids, key.extra_key)
         pages = self._find(digests, first=start // size)
         end = (start // size + len(pages)) * size
-        if end - start < MIN_LOADED_TOKENS:
+        if end - start < least:
             return
         tree.inc_lock_ref(match.last_node)  # it must not make room for the rest
         num_free = allocator.available_size() + tree.evictable_size()
@@ -87,8 +97,10 @@ class HostCache(HostPages):
             loaded = RadixKey(key.token_ids[:end], key.extra_key)
             tree.insert(loaded, torch.cat([match.device_indices, slots]), req.priority)
             self.num_loaded_tokens += end - start
+            # --8<-- [end:load-back]
 
-    # --8<-- [end:load-back]
+    def key_of(self, req: Req) -> RadixKey:
+        return RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
 
     def _find(self, digests: list[str], first: int) -> list[int]:
         """The pages from number `first` on, up to one that is not there."""

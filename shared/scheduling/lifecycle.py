@@ -95,10 +95,11 @@ class Lifecycle:
     def add_computed(self, req: Req, first: StepOutput, draft_state: bytes) -> None:
         """Let a request run whose prompt has KV, as after a prefill step."""
         self._register(req)
-        rows = self.parts.req_to_token_pool.alloc(1)
-        assert rows is not None, "no row for a request: the caller admits it"
-        req.req_pool_idx = rows[0]
-        self.parts.req_to_token_pool.write(rows[0], 0, req.prefix_indices)
+        if req.req_pool_idx is None:
+            rows = self.parts.req_to_token_pool.alloc(1)
+            assert rows is not None, "no row for a request: the caller admits it"
+            req.req_pool_idx = rows[0]
+        self.parts.req_to_token_pool.write(req.req_pool_idx, 0, req.prefix_indices)
         req.fill_ids = req.origin_input_ids
         req.kv_matched_len = req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
         req.input_logprobs, req.embedding = first.input_logprobs, first.embedding

@@ -244,9 +244,8 @@ def test_quantized_weights(tmp_path: Path) -> None:
 
 REFUSED: list[dict[str, Any]] = [
     {"speculative": "ngram"},  # with trees
-    {"hicache_tokens": 64},
+    {"hicache_tokens": 64, "hicache_dir": "kv"},
     {"pp": 2},
-    {"disaggregation": True},
 ]
 
 

@@ -207,7 +207,7 @@ for _name, _before, _after in (
     ("scattered in the wrong order", "heads[part_of]", "heads.flip(0)[part_of]"),
     ("copies of a head are sent, too", "(rank % copies == 0)", "1"),
     ("neighbours have different heads", "* num_parts // self.tp.size", "% num_parts"),
-    ("K in place of V", "for part in self.pages(layer)]", "for part in self.pages(layer)[:1] * 2]"),
+    ("K in place of V", "for buffer in buffers], dim=1)", "for buffer in buffers[:1] * 2], dim=1)"),
 ):
     BUGS.words(_name, f"{PAGES}:HeadParts", (PAGES, _before, _after))
 

@@ -168,6 +168,7 @@ def make_parts(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,
         lora=lora,
         host_pool=pools.host.pool if pools.host is not None else None,
+        host_states=getattr(pools.host, "state_pool", None),
         expert_manager=extras.experts,
         linear_attention=extras.linear_attention,
         run_model=next(filter(None, another), None),

@@ -37,7 +37,7 @@ def make_pools(plan: Plan, features: Features, model: CausalLM, extras: Extras, 
     req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, plan.device)
     allocator = pools.TokenToKVPoolAllocator(memory.num_tokens, config.page_size, plan.device)
     kv_pool = make_kv_pool(plan, features, memory.num_tokens)
-    tiers = (feature.host_tier(kv_pool, drafter) for feature in features.features)
+    tiers = (feature.host_tier(kv_pool, extras) for feature in features.features)
     host = next((tier for tier in tiers if tier is not None), None)
     cache_class = features.component("chunk_cache" if config.disable_radix_cache else "radix_cache")
     tree_cache = (cache_class if host is None else tiered(cache_class, host))(

@@ -18,6 +18,7 @@ from diptych.shared.engine.processes.devices import device_at
 from diptych.shared.interfaces import Transport
 from diptych.shared.loading.sent_pool import sent_pool
 from diptych.shared.parallel.channel import Channel
+from diptych.shared.scheduling.state_checkpoints import StateCheckpoints
 
 START_SECONDS = 1800.0
 """Time limit in seconds for the start of the prefill engine, which reads the weights."""
@@ -61,7 +62,9 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
 
 def sent_pool_of(assembly: Assembly) -> Any:
     """The pool that a transport of this engine reads and writes."""
-    return sent_pool(assembly.config, assembly.kv_pool, assembly.parts.drafter, assembly.dtype)
+    found = [each.pool for each in assembly.parts.features if isinstance(each, StateCheckpoints)]
+    states = found[0] if found else None
+    return sent_pool(assembly.config, assembly.kv_pool, assembly.parts.drafter, assembly.dtype, states)
 
 
 def transport_of(config: EngineConfig) -> type[Transport]:

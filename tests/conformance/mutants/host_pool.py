@@ -62,3 +62,12 @@ class CopiesLater(diptych.optimized.tiers.host_pool.HostPool):
 
     def copies_so_far(self):
         return lambda: None
+
+
+@mutant_of("host_pool")
+class AlikeInWidth(diptych.reference.tiers.host_pool.HostPool):
+    """V is as wide as K."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.buffers = [torch.zeros_like(self.buffers[0]) for _ in self.buffers]

@@ -29,6 +29,17 @@ class KeepsARow(LinearAttention):
 
 
 @mutant_of("linear_attention")
+class CountsByItself(LinearAttention):
+    """How many tokens a row has seen is what this engine has computed."""
+
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        self.pool.num_seen = getattr(self, "num_seen", self.pool.num_seen)
+        plan = super().plan(forward_batch)
+        self.num_seen = self.pool.num_seen.clone()
+        return plan
+
+
+@mutant_of("linear_attention")
 class WritesAllRows(LinearAttention):
     """A step rewrites the states of rows that are not in it."""
 

@@ -32,8 +32,8 @@ class SenderLeavesInFlight(Transport):
 class DoneWhenSent(Transport):
     """A sender's room is done when the pages are in the queue."""
 
-    def send(self, room, source_pages, target_pages):
-        super().send(room, source_pages, target_pages)
+    def send(self, room, *sent):
+        super().send(room, *sent)
         self._end(room, "done")
 
 
@@ -41,8 +41,20 @@ class DoneWhenSent(Transport):
 class SourcePagesAreTargets(Transport):
     """Pages arrive at the numbers that they have at the sender."""
 
-    def send(self, room, source_pages, target_pages):
-        super().send(room, source_pages, source_pages)
+    def send(self, room, source_pages, target_pages, *rows):
+        super().send(room, source_pages, source_pages, *rows)
+
+
+@mutant_of("transport")
+class SourceRowIsTarget(Transport):
+    """The state arrives in the row that it has at the sender."""
+
+    def open_receiver(self, room, pages, row=None):
+        super().open_receiver(room, pages, row)
+        self._rooms[room].rows += range(5)
+
+    def send(self, room, source_pages, target_pages, source_row=None, target_row=None):
+        super().send(room, source_pages, target_pages, source_row, source_row)
 
 
 @mutant_of("transport")

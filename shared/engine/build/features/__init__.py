@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # loaded by engines that have them
     from diptych.shared.engine.requests.lora_adapters import LoraAdapters
     from diptych.shared.parallel.expert_manager import ExpertManager
     from diptych.shared.scheduling.host_cache import HostCache
+    from diptych.shared.scheduling.state_checkpoints import StateCheckpoints
 
 FEATURES: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     (
@@ -68,6 +69,7 @@ class Extras:
     lora: LoraAdapters | None = None
     drafter: Drafter | None = None
     linear_attention: LinearAttention | None = None
+    states: StateCheckpoints | None = None  # of linear attention
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Feature:
         """What runs the model, if not the runner's own."""
         return None
 
-    def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache | None:
+    def host_tier(self, kv_pool: TokenToKVPool, extras: Extras) -> HostCache | None:
         """The tier below the prefix cache."""
         return None
 

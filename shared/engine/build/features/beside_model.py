@@ -73,14 +73,7 @@ def refuse_flags(plan: Plan, what: str, **more: Any) -> None:
     """Raise `ValueError` for a flag that does not work with `what` of a model. more: further flags, by name,
     and whether each is set."""
     config = plan.config
-    refused = {
-        "hicache_tokens": config.hicache_tokens,
-        "pp": config.pp > 1,
-        "dp_attention": config.dp_attention,
-        "disaggregation": config.disaggregation,
-        "disaggregation_mode": config.disaggregation_mode,
-        **more,
-    }
+    refused = {"pp": config.pp > 1, "dp_attention": config.dp_attention, **more}
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(f"{name} does not work with {what} of {plan.model_config.architecture}")
@@ -95,6 +88,9 @@ class LayersThatDiffer(Feature):
         refuse_flags(
             self.plan,
             "the layers",
+            hicache_tokens=config.hicache_tokens,
+            disaggregation=config.disaggregation,
+            disaggregation_mode=config.disaggregation_mode,
             lora_paths=config.lora_paths or config.max_loras_per_batch,
             tp=config.tp > 1,
             deterministic=config.deterministic,
@@ -109,7 +105,6 @@ class LinearStates(Feature):
 
     def check(self) -> None:
         plan, config = self.plan, self.plan.config
-        # The last two send KV, and no states.
         refuse_flags(plan, "the linear attention", cuda_graph_block_len=config.cuda_graph_block_len)
         impl, linear = plan.component("linear_attention"), plan.model_config.linear_attention
         if linear is not None and linear.channel_decay:
@@ -156,7 +151,7 @@ class LinearStates(Feature):
         check_memory(what, num_bytes, plan.device)
         pool = StatePool(num, num_layers, linear, plan.dtype, plan.device, num_checkpoints, self.num_nodes)
         self.checkpoints = StateCheckpoints(pool, plan.config.page_size)
-        return {"linear_attention": plan.component("linear_attention")(pool)}
+        return {"linear_attention": plan.component("linear_attention")(pool), "states": self.checkpoints}
 
 
 class Lora(Feature):

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.features import Extras, Feature, Pools
-from diptych.shared.interfaces import DiskTier, Drafter, HostPool, SchedulerFeature, TokenToKVPool
+from diptych.shared.interfaces import DiskTier, HostPool, SchedulerFeature, TokenToKVPool
 from diptych.shared.loading.gguf_reader import parts_of
 from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
 from diptych.shared.scheduling.host_cache import HostCache, HostLoader
+from diptych.shared.scheduling.host_states import StatefulHostCache, StateRows
 from diptych.shared.scheduling.pages import round_up_to_page
 
 MIN_PAGE_LEN = 16
@@ -24,9 +26,14 @@ MIN_PAGE_LEN = 16
 class HostTier(Feature):
     """Copies of cached KV in CPU memory, and on disk."""
 
-    def host_tier(self, kv_pool: TokenToKVPool, drafter: Drafter | None) -> HostCache:
+    def check(self) -> None:
+        config = self.plan.config
+        if self.plan.model_config.linear_attention and config.hicache_dir is not None:
+            raise ValueError("hicache_dir does not work with linear attention: its files have no states")
+
+    def host_tier(self, kv_pool: TokenToKVPool, extras: Extras) -> HostCache:
         classes = self.plan.component("host_pool"), self.plan.component("disk_tier")
-        return make_host_cache(self.plan.config, self.plan.folder, *classes, kv_pool, drafter)
+        return make_host_cache(self.plan.config, self.plan.folder, *classes, kv_pool, extras)
 
     def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
         assert pools.host is not None
@@ -39,11 +46,12 @@ def make_host_cache(
     pool_class: type[HostPool],
     disk_class: type[DiskTier],
     kv_pool: TokenToKVPool,
-    drafter: Drafter | None,
+    extras: Extras,
 ) -> HostCache:
     """Make the host tier. Raises `ValueError` for sizes that do not fit and settings that are not
     supported."""
     assert config.hicache_tokens is not None
+    drafter, states = extras.drafter, extras.states
     if drafter is not None and drafter.num_kv_bytes_per_token:
         raise ValueError(
             f"hicache_tokens does not work with speculative={config.speculative}: the draft model's KV would "
@@ -52,11 +60,17 @@ def make_host_cache(
     page_len = round_up_to_page(MIN_PAGE_LEN, config.page_size)
     page_num_bytes = page_len * kv_pool.num_bytes_per_token
     num_pages = config.hicache_tokens // page_len
+    num_bytes, num_states, with_states = num_pages * page_num_bytes, 0, ""
+    if states is not None:
+        num_states = max(num_bytes // (2 * states.pool.num_bytes_per_state), 1)
+        num_bytes += num_states * states.pool.num_bytes_per_state
+        with_states = f", with {num_states} states of {states.pool.num_bytes_per_state} bytes"
     free = psutil.virtual_memory().available
-    if not 1 <= num_pages * page_num_bytes <= free:
+    if not (num_pages >= 1 and num_bytes <= free):
         raise ValueError(
             f"hicache_tokens={config.hicache_tokens} is {num_pages} pages of {page_len} tokens and "
-            f"{page_num_bytes} bytes; at least one is needed, and {free / 1e9:.1f} GB of memory are free"
+            f"{page_num_bytes} bytes{with_states}; at least one is needed, and {free / 1e9:.1f} GB of memory "
+            "are free"
         )
     below: DiskTier | None = None
     if config.hicache_dir is not None:
@@ -66,7 +80,11 @@ def make_host_cache(
         except OSError as error:
             raise ValueError(f"hicache_dir={config.hicache_dir}: {error.strerror}") from None
     seed = f"{model_digest(folder, config)} {kv_pool.dtype} {list(kv_pool.kv_scales)} {page_len}"
-    return HostCache(pool_class(kv_pool, num_pages, page_len), seed, below)
+    pool = pool_class(kv_pool, num_pages, page_len)
+    if states is None:
+        return HostCache(pool, seed, below)
+    rows: Any = StateRows(states.pool)
+    return StatefulHostCache(pool, seed, states, pool_class(rows, num_states, 1))
 
 
 def model_digest(folder: Path, config: EngineConfig) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diptych.shared import registry
-from diptych.shared.interfaces import HostPool, TokenToKVPool
+from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.interfaces import HostPool, StatePool, TokenToKVPool
 from diptych.shared.interfaces.host_pool import byte_rows
+from diptych.shared.scheduling.host_states import StateRows
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, table
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal
@@ -108,3 +112,20 @@ def bytes_of_a_page(impl: type[HostPool], case: Case) -> None:
     hosts[1].load([4, 6], slots)
     hosts[1].before_pass()
     expect_equal("bits in the other pool", bits(pools[1], slots), expected)
+
+
+@contract("States of linear attention are copied likewise: a row is a slot, and a state is a page.", EXAMPLE)
+def states(impl: type[HostPool], case: Case) -> None:
+    pool = StatePool(9, NUM_LAYERS, LinearAttentionConfig(2, 4, 3, 5, 4), torch.bfloat16, check_device())
+    for i, buffer in enumerate((pool.inputs, pool.recurrent)):
+        buffer.copy_(Inputs(i).normal(*buffer.shape, dtype=buffer.dtype))
+    expected = [buffer.clone() for buffer in (pool.inputs, pool.recurrent)]
+    for buffer in expected:
+        buffer[:, [8, 3]] = buffer[:, [2, 6]]
+    rows: Any = StateRows(pool)
+    host = impl(rows, NUM_PAGES, 1)
+    host.store([4, 1], torch.tensor([2, 6]))
+    host.load([4, 1], torch.tensor([8, 3]))
+    host.before_pass()
+    for name, found, wanted in zip(("inputs", "states"), (pool.inputs, pool.recurrent), expected):
+        expect_equal(name, found, wanted)

@@ -143,3 +143,30 @@ def loads(impl: type[LinearAttention], case: StoreCase) -> None:
     expect_equal("orders to load that are left", world.pool.loads, {})
     expect_state(wide, world, 0, sum(n for n, _ in wide.steps), world.rows[0])
     expect_state(wide, world, 1, 64, checkpoint)
+
+
+@contract(
+    "A request goes on from a state that another engine has written to its row, whatever the row has held: "
+    "with a token, or with drafts.",
+    table(
+        "steps verify",
+        ("a token", ((9,), (1,), (1,))),
+        ("drafts", ((9,), (2,), (3,)), (1, 2)),
+        of=StoreCase,
+    ),
+)
+def states_that_come(impl: type[LinearAttention], case: StoreCase) -> None:
+    world = world_of(case)
+    backend, pool = impl(world.pool), world.pool
+    if case.verify and not backend.supports_drafts:
+        return
+    world.step(backend, 0)
+    old, new = world.rows[0], next(row for row in range(1, 3) if row not in world.rows)
+    for states in (pool.inputs, pool.recurrent):
+        states[:, new] = states[:, old]
+    world.rows[0], num_tokens = new, case.steps[0][0]
+    pool.has_come(new, num_tokens)
+    outputs = [world.step(backend, step)[0] for step in range(1, len(case.steps))]
+    expected = recurrence(case, world.layer.conv_weight, world.sequences[0])[0][num_tokens:]
+    limit = tolerance("linear attention", case.dtype)
+    expect_close("outputs behind the state", torch.cat(outputs), expected, limit)

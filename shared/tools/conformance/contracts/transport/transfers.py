@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from diptych.shared import registry
-from diptych.shared.interfaces import Transport
+from diptych.shared.config.model import LinearAttentionConfig
+from diptych.shared.interfaces import StatePool, Transport
+from diptych.shared.loading.sent_pool import SentPool
 from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, table
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal, expect_raises, expect_true
@@ -63,11 +65,12 @@ class Pool:
 class Ends:
     """A connection: `sender` and `receiver` with their pools."""
 
-    def __init__(self, impl: type[Transport], case: Case | None = None) -> None:
+    def __init__(self, impl: type[Transport], case: Case | None = None, has_states: bool = False) -> None:
         page_size, dtype = getattr(case, "page_size", PAGE_SIZE), getattr(case, "dtype", torch.float32)
         self.pools = [Pool(page_size, dtype, seed) for seed in (1, 2)]
         with ThreadPoolExecutor(2) as threads:
-            self.sender, self.receiver = threads.map(impl, socket.socketpair(), self.pools)
+            sent = map(with_states, self.pools) if has_states else self.pools
+            self.sender, self.receiver = threads.map(impl, socket.socketpair(), sent)
         self.source, self.target = self.pools
 
     def open(self, room: str = "room", target: list[int] = TARGET) -> None:
@@ -90,6 +93,15 @@ class Ends:
         wait_for("a message", lambda: bool(self.receiver.messages()))
 
 
+def with_states(pool: Any, num_heads: int = 2) -> SentPool:
+    """The pool, and random states of 5 rows in two layers."""
+    config = LinearAttentionConfig(num_heads, 2 * num_heads, 4, 6, 4)
+    states = StatePool(4, 2, config, torch.bfloat16, "cpu")
+    for buffer in (states.inputs, states.recurrent):
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(id(pool) % 2**31)))
+    return SentPool(pool, states=states)
+
+
 def wait_for(what: str, holds: Any) -> None:
     limit = time.monotonic() + LIMIT
     while not holds():
@@ -98,8 +110,8 @@ def wait_for(what: str, holds: Any) -> None:
 
 
 @contextlib.contextmanager
-def ends_of(impl: type[Transport], case: Case | None = None) -> Iterator[Ends]:
-    ends = Ends(impl, case)
+def ends_of(impl: type[Transport], case: Case | None = None, has_states: bool = False) -> Iterator[Ends]:
+    ends = Ends(impl, case, has_states)
     try:
         yield ends
     finally:
@@ -124,6 +136,23 @@ def pages_arrive(impl: type[Transport], case: Case) -> None:
             expect_equal("other pages", found, expected)
         for found, expected in zip(ends.source.pages(others), source):
             expect_equal("the sender's pages", found, expected)
+
+
+@contract("A state arrives with the pages, in all layers, at the target row, and nowhere else.", EXAMPLE)
+def states_arrive(impl: type[Transport], case: Case) -> None:
+    with ends_of(impl, has_states=True) as ends:
+        source, target = (end.kv_pool.states for end in (ends.sender, ends.receiver))  # type: ignore[attr-defined]
+        wanted = [buffer.clone() for buffer in (target.inputs, target.recurrent)]
+        for buffer, own in zip(wanted, (source.inputs, source.recurrent)):
+            buffer[:, 3] = own[:, 1]
+        ends.receiver.open_receiver("room", TARGET, 3)
+        ends.sender.open_sender("room")
+        ends.sender.send("room", SOURCE, TARGET, 1, 3)
+        expect_equal("the receiver's room", ends.final(ends.receiver), "done")
+        for name, found, expected in zip(("inputs", "states"), (target.inputs, target.recurrent), wanted):
+            expect_equal(name, found, expected)
+        for pages, expected in zip(ends.target.pages(TARGET), ends.source.pages(SOURCE)):
+            expect_equal("target pages", pages, expected)
 
 
 @contract("Several rooms at a time; a name may be used again.", EXAMPLE)
@@ -266,13 +295,20 @@ def messages_in_order(impl: type[Transport], case: Case) -> None:
 
 
 @contract(
-    "Pools with pages of another shape or dtype are a ValueError at both ends.",
-    table("page_size dtype", ("page size", 1, torch.float32), ("dtype", PAGE_SIZE, torch.float16)),
+    "Pools with pages or states of another shape or dtype are a ValueError at both ends.",
+    table(
+        "page_size dtype num_heads",
+        ("page size", 1, torch.float32, 0),
+        ("dtype", PAGE_SIZE, torch.float16, 0),
+        ("states", PAGE_SIZE, torch.float32, 4),
+    ),
 )
 def other_pages(impl: type[Transport], case: Case) -> None:
     with ThreadPoolExecutor(2) as threads:
-        ours = Pool(PAGE_SIZE, torch.float32, 1)
-        theirs = Pool(case.page_size, case.dtype, 2)
+        ours: Any = Pool(PAGE_SIZE, torch.float32, 1)
+        theirs: Any = Pool(case.page_size, case.dtype, 2)
+        if case.num_heads:
+            ours, theirs = with_states(ours), with_states(theirs, case.num_heads)
         found = [threads.submit(impl, end, pool) for end, pool in zip(socket.socketpair(), (ours, theirs))]
         for one in found:
             expect_true("a ValueError", isinstance(one.exception(LIMIT), ValueError), one.exception())
