@@ -74,7 +74,7 @@ class HostCache(HostPages):
         allocator: TokenToKVPoolAllocator,
         least: int = MIN_LOADED_TOKENS,
     ) -> None:
-        """Of the tokens of this key, if it is for so many of them."""
+        """`load` for this key, if it brings so many tokens."""
         # --8<-- [start:load-back]
         match = tree.match_kv(key)
         start, size = len(match.device_indices), self.pool.page_len

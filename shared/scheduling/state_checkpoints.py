@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from diptych.shared.interfaces import (
 )
 from diptych.shared.interfaces.linear_attention import StateStore
 from diptych.shared.types import Req
-
-if TYPE_CHECKING:
-    from diptych.shared.scheduling.host_states import HostStates
 
 GRID = 64
 """Tokens between two positions at which states may be kept, at least: a chunk of the prefill kernels."""
@@ -54,7 +51,7 @@ class StateCheckpoints(SchedulerFeature):
         self.cache: Any = None  # the `StatefulCache`
         self.sent: Collection[str] = ()  # ids of requests whose state at the prompt's end is sent
         self.being_sent: set[int] = set()
-        self.below: HostStates | None = None
+        self.below: Any = None  # the `HostStates`
         self.clear()
 
     def clear(self) -> None:
