@@ -28,7 +28,8 @@ class EngineConfig(EngineFlags):
                 changed.add(flag.group)
         if SPECULATION in changed:
             check_speculation(self)
-        check_decode_steps(self)
+        if self.num_continuous_decode_steps > 1:
+            check_decode_steps(self)
         if changed & {RANKS, TIERS, LORA}:
             check_parallel_flags(self)
         if self.deterministic:
