@@ -42,7 +42,8 @@ FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "torch": lambda x, shape, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
         "reference": reference_norm,
     },
-    "gemm": {"plain": HONEST["gemm"], "torch": lambda a, b: F.linear(a, b)},
+    # Contiguous: see "A GEMM of oneDNN" in docs/server-bugs.md.
+    "gemm": {"plain": HONEST["gemm"], "torch": lambda a, b: F.linear(a.contiguous(), b)},
     "attention.decode": {"plain": HONEST["attention.decode"], "torch": planted(18, "attention.decode")},
     "sampler": {"plain": HONEST["sampler"]},
     "silu_and_mul": {"plain": RIGHT["silu_and_mul", "torch"]},
