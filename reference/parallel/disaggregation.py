@@ -135,9 +135,8 @@ class PrefillSide:
         self.last_pages.wanted.add(rid)
 
     def _send(self, start: Start, output: StepOutput, reason: FinishReason) -> None:
-        page_size, ids, extra_key = (
-            self.allocator.page_size, start.request.input_ids, start.request.extra_key
-        )  # fmt: skip
+        page_size, request = self.allocator.page_size, start.request
+        ids, extra_key = request.input_ids, request.extra_key
         last_page = self.last_pages.take(output.rid)
         match = self.tree.match_kv(RadixKey(ids, extra_key, self.tree.is_bigram))
         slots = torch.cat([match.device_indices, last_page.slots])
@@ -226,11 +225,10 @@ class DecodeSide(Scheduler):
         self.reserved: dict[str, int] = {}  # room -> pages of prompt and longest answer
         self.outputs: list[StepOutput] = []
         self.child: Any = None  # the process of the other engine
-        # Of a round in flight and of the next one.
-        self.num_draft_slots = 2 * num_speculative_slots(config, parts.drafter)
+        self.num_draft_slots = 2 * num_speculative_slots(config, parts.drafter)  # a round and the next
         self.has_states = any(isinstance(each, StateCheckpoints) for each in parts.features)
         self._num_rooms = 0
-        self._new: list[tuple[Transport, Start]] = []
+        self._new: list[tuple[Transport, Start]] = []  # not posted yet
 
     def add_request(self, req: Req) -> None:
         rids = [req.rid for req in self.waiting] + [output.rid for output in self.outputs]
@@ -261,6 +259,8 @@ class DecodeSide(Scheduler):
 
     # --8<-- [start:decode-step]
     def step(self) -> list[StepOutput]:
+        # A batch in flight may write to what is free; behind the next step it has ended.
+        is_in_flight = self.scheduler.overlaps and self.scheduler.has_work()
         found = {room: transfer.transport.poll(room) for room, transfer in self.transfers.items()}
         for transport in self.prefill_engines.transports():
             for message in transport.messages():  # read after the polls: they come ahead of the pages
@@ -270,6 +270,8 @@ class DecodeSide(Scheduler):
                 self._take(room, self.transfers.pop(room), status == "done")
         while self.waiting and self._allocate(self.waiting[0]):
             self.waiting.pop(0)
+        if not is_in_flight:
+            self._post()
         # --8<-- [end:decode-step]
         for transfer in self.transfers.values():
             if self.parts.clock() - transfer.since > TIME_LIMIT and not transfer.transport.is_lost:
@@ -281,12 +283,15 @@ class DecodeSide(Scheduler):
                 self.outputs.append(output)
         elif not self.outputs:
             time.sleep(POLL_SECONDS)
-        for transport, start in self._new:  # not before: a step in flight may write to what was just freed
-            transport.open_receiver(start.room, start.target_pages, start.target_row)
-            transport.post(encode(start))
-        self._new.clear()
+        self._post()  # not if the step raises: then a batch may still be in flight
         outputs, self.outputs = self.outputs, []
         return outputs
+
+    def _post(self) -> None:
+        """Ask for the prompts of new rooms: from now on their memory may be written to."""
+        for transport, start in self._new:
+            transport.post(encode(start))
+        self._new.clear()
 
     def _hear(self, transport: Transport, message: Message) -> None:
         transfer = self.transfers.get(message.room)
@@ -336,6 +341,7 @@ class DecodeSide(Scheduler):
         pages, row = (slots[::page_size] // page_size).tolist(), rows[0]
         first_page, target_row = len(prefix) // page_size, row if self.has_states else None
         start = Start(room, request_of(req, self.grammars), first_page, pages, target_row)
+        transport.open_receiver(room, pages, target_row)
         self._new.append((transport, start))
         self.transfers[room] = Transfer(req, transport, prefix, node, slots, row, self.parts.clock())
         return True

@@ -19,8 +19,11 @@ def check_can_pause(flags: EngineFlags) -> None:
 
 def check_decode_steps(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags with which each decode step needs a decision."""
-    for name, only in (("pp", 1), ("dp_attention", False), ("speculative", None)):
-        if getattr(flags, name) != only:
+    for name, works in (
+        *(("pp", (1,)), ("dp_attention", (False,)), ("speculative", (None,))),
+        *(("disaggregation", (False,)), ("disaggregation_mode", (None, "prefill"))),
+    ):
+        if getattr(flags, name) not in works:
             raise ValueError(
                 f"num_continuous_decode_steps={flags.num_continuous_decode_steps} does not work with "
                 f"{name}={getattr(flags, name)}: it decides anew behind each step"

@@ -147,6 +147,70 @@ def test_a_request_waits_until_its_longest_answer_fits(folders: dict[str, str]) 
         assert pair.decode_side.state().waiting_queue == []
 
 
+HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
+OVERLAP = dict.fromkeys(HOST_PARTS, "optimized")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_when_a_prompt_is_asked_for(
+    folders: dict[str, str], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once; but where a batch in flight may write to memory that is free, behind the step that ends it."""
+    use = {"transport": "reference", **OVERLAP}
+    config = config_of(folders, "reference").updated(use=use, disable_overlap_schedule=not overlaps)
+    with pair_of(config) as pair:
+        order: list[str] = []
+        step, post, wait = pair.decode.scheduler.step, pair.receiver.post, time.sleep
+        called = {"step": (pair.decode.scheduler, step), "post": (pair.receiver, post), "sleep": (time, wait)}
+        for name, (owner, function) in called.items():
+
+            def noted(*args: Any, name: str = name, function: Any = function) -> Any:
+                order.append(name)
+                return function(*args)
+
+            monkeypatch.setattr(owner, name, noted)
+        first, second = requests()[3:]
+        pair.add(first)
+        pair.decode_side.step()
+        assert order[:2] == ["post", "sleep"]
+        pair.until(lambda: len(first.output_ids) == 2)
+        order.clear()
+        pair.add(second)
+        pair.decode_side.step()
+        assert [name for name in order if name != "sleep"] == (
+            ["step", "post"] if overlaps else ["post", "step"]
+        )
+        monkeypatch.undo()
+        pair.finish()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_interrupt_between_a_room_and_its_prompt(
+    folders: dict[str, str], is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folders, "reference").updated(use={"transport": "reference", **OVERLAP})
+    expected = expected_of(config)
+    with pair_of(config) as pair:
+        first, second = requests()[3:]
+        pair.add(first)
+        pair.until(lambda: len(first.output_ids) == 2)
+        pair.add(second)
+        monkeypatch.setattr(pair.decode.scheduler, "step", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.decode_side.step()
+        monkeypatch.undo()
+        assert pair.decode_side.transfers
+        if is_aborted:
+            assert pair.decode_side.abort(second.rid)
+        pair.finish()
+        assert first.output_ids == expected[3].output_ids
+        assert is_aborted or second.output_ids == expected[4].output_ids
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_prefill_engine_is_done_when_it_is_alone_and_idle(folders: dict[str, str]) -> None:
     with pair_of(config_of(folders, "reference")) as pair:
         assert not pair.prefill_side.is_done  # the other engine may ask
@@ -177,11 +241,19 @@ def test_a_reason_that_comes_after_the_end_of_its_room(folders: dict[str, str]) 
         ({"enable_priority_scheduling": True}, "does not work with enable_priority_scheduling=True"),
         ({"max_queued_requests": 3}, "does not work with max_queued_requests=3"),
         ({"waiting_timeout": 2.0}, "does not work with waiting_timeout=2.0"),
+        (
+            {"num_continuous_decode_steps": 2},
+            "num_continuous_decode_steps=2 does not work with disaggregation=True",
+        ),
+        (
+            {"num_continuous_decode_steps": 2, "disaggregation": False, "disaggregation_mode": "decode"},
+            "num_continuous_decode_steps=2 does not work with disaggregation_mode=decode",
+        ),
     ],
 )
 def test_what_cannot_run(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineConfig(disaggregation=True, **flags)
+        EngineConfig(**{"disaggregation": True} | flags)
 
 
 @pytest.mark.parametrize("transport", [pytest.param("reference", marks=pytest.mark.full), "shared_memory"])

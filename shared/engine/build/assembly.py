@@ -162,7 +162,6 @@ def make_parts(
     for layer in attention_layers(model):
         attention.check_layer(layer)
     lora = extras.lora.pool if extras.lora is not None else None
-    another = [feature.run_model() for feature in features.features]
     in_scheduler = [each for feature in features.features for each in feature.in_scheduler(extras, pools)]
     runner_features = RunnerFeatures(
         capture_hidden=drafter.hidden_layers if drafter is not None else None,
@@ -171,7 +170,7 @@ def make_parts(
         host_states=getattr(pools.host, "state_pool", None),
         expert_manager=extras.experts,
         linear_attention=extras.linear_attention,
-        run_model=next(filter(None, another), None),
+        run_model=next(filter(None, (feature.run_model() for feature in features.features)), None),
     )
     return SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool, runner_features),
