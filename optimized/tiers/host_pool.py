@@ -20,9 +20,8 @@ import torch
 from diptych.shared.interfaces import TokenToKVPool
 from diptych.shared.interfaces import host_pool as interface
 from diptych.shared.interfaces.host_pool import byte_rows
+from diptych.shared.loading.kv_sizing import STAGING_BYTES
 from diptych.shared.to_device import copy_to_device
-
-STAGING_BYTES = 128 * 2**20
 
 
 class HostPool(interface.HostPool):

@@ -16,7 +16,7 @@ from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
 from diptych.shared.config.engine import MAX_BLOCK_LEN
 from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.config.speculation_flags import possible_shapes
-from diptych.shared.interfaces import Drafter
+from diptych.shared.interfaces import Drafter, StatePool
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
 
@@ -25,6 +25,8 @@ MAX_CPU_TOKENS = 65_536
 
 CPU_MEMORY_FRACTION = 0.25
 GIB = 2**30
+STAGING_BYTES = 128 * 2**20
+"""On the GPU, for copies to a tier in CPU memory: of KV, and as many of states."""
 
 LIBRARIES = 1 * GIB
 """Workspaces of cuBLAS and of attention backends, compiled kernels, space between tensors."""
@@ -230,7 +232,9 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         if config.cuda_graph_max_tokens != 0 and not config.dp_attention and model.linear_attention is None:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     masks = {} if config.cuda_graph_block_len is None else {"masks": mask_bytes(config, model)}
-    return masks | {
+    copies = {} if config.hicache_tokens is None else {"copies": staging_bytes(config, model, dtype)}
+    besides = masks | copies
+    return besides | {
         "activations": num_tokens * per_token
         + 2 * config.max_running_requests * chunks
         + dequantized_bytes(model, dtype),
@@ -239,6 +243,14 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         "graphs": graphs,
         "libraries": LIBRARIES,
     }
+
+
+def staging_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes on the GPU for copies to a tier in CPU memory: at least a page, and at least a state."""
+    linear, sizes = model.linear_attention, [config.page_size * kv_bytes_per_token(model, dtype)]
+    if linear is not None:
+        sizes.append(StatePool.bytes_per_row(len(model.linear_layers), linear, dtype))
+    return sum(max(size, STAGING_BYTES) for size in sizes)
 
 
 def dequantized_bytes(model: ModelConfig, dtype: torch.dtype) -> int:

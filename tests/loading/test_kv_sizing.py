@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.config.hf_config import parse_config
+from diptych.shared.interfaces import StatePool
 from diptych.shared.loading.kv_sizing import (
     GIB,
     MAX_CPU_TOKENS,
+    STAGING_BYTES,
     MemoryPlan,
     check_mask_memory,
     dequantized_bytes,
@@ -98,6 +102,22 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
         < more
         == reserve(cuda_graph_max_tokens=10**6, chunked_prefill_size=8192 - 256)["graphs"]
     )
+
+
+def test_copies_to_cpu_memory_are_counted(qwen3_8b: ModelConfig) -> None:
+    """As much as the optimized pool takes on the GPU: for KV, and for states, of which one may be larger."""
+    hybrid = parse_config(HYBRID_CONFIGS["qwen3.5"])
+    for model, num_pools in ((qwen3_8b, 1), (hybrid, 2)):
+        assert "copies" not in reserve_for_steps(EngineConfig(), model, torch.bfloat16)
+        reserved = reserve_for_steps(EngineConfig(hicache_tokens=64), model, torch.bfloat16)
+        assert reserved["copies"] == num_pools * STAGING_BYTES
+    assert hybrid.linear_attention is not None
+    wide = replace(hybrid.linear_attention, num_v_heads=2**17)
+    large = replace(hybrid, linear_attention=wide)
+    size = StatePool.bytes_per_row(len(hybrid.linear_layers), wide, torch.bfloat16)
+    assert size > STAGING_BYTES
+    reserved = reserve_for_steps(EngineConfig(hicache_tokens=64), large, torch.bfloat16)
+    assert reserved["copies"] == STAGING_BYTES + size
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_what_was_evicted_comes_back(name: str, tmp_path: Path) -> None:
         {"max_kept_states": 1},
         {"max_total_tokens": 96, "schedule_conservativeness": 0.01},
         {"hicache_tokens": 64},
+        {"num_continuous_decode_steps": 2},
         {"speculative": "ngram", "speculative_topk": 1},
         pytest.param(OVERLAP, marks=pytest.mark.skipif(not INTERPRETED, reason="runs kernels on a CPU")),
     ],
@@ -94,9 +95,19 @@ def test_answers_while_states_come_and_go(flags: dict[str, Any], tmp_path: Path)
     assert engine.ask(PROMPT, num_new=4) == [0]
 
 
-def test_a_disk_tier_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="hicache_dir does not work with linear attention"):
-        Tiers(tmp_path, hicache_dir=str(tmp_path / "kv"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"hicache_dir": "kv"}, "hicache_dir does not work with linear attention"),
+        (
+            {"max_kept_states": 0},
+            "hicache_tokens=4096 does not work with linear attention and max_kept_states=0",
+        ),
+    ],
+)
+def test_what_is_refused(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tiers(tmp_path, **flags)
 
 
 def test_memory_of_states_counts(tmp_path: Path) -> None:

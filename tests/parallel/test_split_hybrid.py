@@ -181,11 +181,12 @@ def test_processes() -> None:
     assert [output.text for output in llm.generate(texts, **sampling)] == expected
 
 
-def test_a_prefill_engine_needs_a_state_to_send(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [{"disaggregation": True}, {"disaggregation_mode": "prefill"}])
+def test_a_prefill_engine_needs_a_state_to_send(split: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3.5", max_kept_states=0)
-    config = config.updated(check_invariants=False, disaggregation=True)
-    with pytest.raises(ValueError, match="max_kept_states=0 does not work with disaggregation"):
-        assemble(config)
+    ((name, value),) = split.items()
+    with pytest.raises(ValueError, match=f"max_kept_states=0 does not work with {name}={value}: states"):
+        assemble(config.updated(check_invariants=False, **split))
 
 
 def _leaves_states(self: Transport, room: str, layer: int, source: list[int], target: list[int]) -> None:

@@ -12,6 +12,7 @@ import psutil
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.features import Extras, Feature, Pools
+from diptych.shared.engine.build.features.beside_model import num_kept_states
 from diptych.shared.interfaces import DiskTier, HostPool, SchedulerFeature, TokenToKVPool
 from diptych.shared.loading.gguf_reader import parts_of
 from diptych.shared.loading.gguf_weights import LINK as GGUF_LINK
@@ -28,8 +29,15 @@ class HostTier(Feature):
 
     def check(self) -> None:
         config = self.plan.config
-        if self.plan.model_config.linear_attention and config.hicache_dir is not None:
+        if not self.plan.model_config.linear_attention:
+            return
+        if config.hicache_dir is not None:
             raise ValueError("hicache_dir does not work with linear attention: its files have no states")
+        if num_kept_states(config) == 0:
+            raise ValueError(
+                f"hicache_tokens={config.hicache_tokens} does not work with linear attention and "
+                "max_kept_states=0: without states no KV would be found"
+            )
 
     def host_tier(self, kv_pool: TokenToKVPool, extras: Extras) -> HostCache:
         classes = self.plan.component("host_pool"), self.plan.component("disk_tier")

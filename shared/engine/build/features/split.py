@@ -12,9 +12,11 @@ class Prefill(Feature):
     """The last pages of prompts, and states at their ends, which are sent too."""
 
     def check(self) -> None:
-        if self.plan.model_config.linear_attention and num_kept_states(self.plan.config) == 0:
+        config = self.plan.config
+        if self.plan.model_config.linear_attention and num_kept_states(config) == 0:
+            split = "disaggregation=True" if config.disaggregation else "disaggregation_mode=prefill"
             raise ValueError(
-                "max_kept_states=0 does not work with disaggregation: states of prompts are sent from there"
+                f"max_kept_states=0 does not work with {split}: states of prompts are sent from there"
             )
 
     def in_scheduler(self, extras: Extras, pools: Pools) -> list[SchedulerFeature]:
