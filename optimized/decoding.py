@@ -40,11 +40,11 @@ class PlainDecoding(SchedulerFeature):
     def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
-        num_steps = 1
+        num_steps, parts = 1, self.parts
         if most_steps > 1:
-            nums_in_flight = self.pipeline.nums_in_flight(reqs)
-            num_steps = num_decode_steps(reqs, most_steps, self.parts.allocator, nums_in_flight)
-        return prepare_for_decode(reqs, self.parts, num_steps)
+            coming = self.pipeline.nums_in_flight(reqs)
+            num_steps = num_decode_steps(reqs, most_steps, parts.tree_cache, parts.allocator, coming)
+        return prepare_for_decode(reqs, parts, num_steps)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         """Launch a batch. chunked_req: the request whose prompt continues in the next

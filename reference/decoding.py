@@ -31,8 +31,10 @@ class PlainDecoding:
     def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
-        num_steps = 1 if most_steps == 1 else num_decode_steps(reqs, most_steps, self.parts.allocator)
-        return prepare_for_decode(reqs, self.parts, num_steps)
+        num_steps, parts = 1, self.parts
+        if most_steps > 1:
+            num_steps = num_decode_steps(reqs, most_steps, parts.tree_cache, parts.allocator)
+        return prepare_for_decode(reqs, parts, num_steps)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         """Run a batch. chunked_req: the request whose prompt continues in the next step."""
@@ -72,10 +74,9 @@ class PlainDecoding:
         self, batch: ScheduleBatch, forward_batch: ForwardBatch, info: SamplingBatchInfo
     ) -> BatchResult:
         parts, slots = self.parts, batch.slots_of_steps.to(self.parts.allocator.device)
-        with parts.timeline.forward(forward_batch):
-            token_ids = parts.model_runner.decode_steps(
-                forward_batch, slots, parts.sampler, info, parts.num_token_ids
-            )
+        token_ids = parts.model_runner.decode_steps(
+            forward_batch, slots, parts.sampler, info, parts.num_token_ids, parts.timeline.forward
+        )
         with parts.timeline.span("wait for tokens"):
             return BatchResult(token_ids.t().tolist(), [[] for _ in batch.reqs])
 

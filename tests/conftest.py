@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,7 +38,7 @@ def cuda_is_available() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if HAS_GPU and cuda_is_available():
         config.pluginmanager.register(importlib.import_module("tests.gpu.session"))
-    if is_fast_cut(config) and "not gpu" in config.option.markexpr:
+    if is_fast_cut(config) and re.search(r"\bnot gpu\b", config.option.markexpr):
         config.pluginmanager.register(importlib.import_module("tests.fast_cut"))
 
 

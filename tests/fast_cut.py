@@ -13,7 +13,7 @@ CORE_SECONDS = 960
 """Eight minutes on two cores."""
 MOST_TESTS = 10_000
 """tests/house/test_fast_cut.py holds it; seconds depend on the computer."""
-WHOLE = ("dialect", "clause", "bug", "address", "host", "variable")
+WHOLE = ("dialect", "clause", "bug", "address", "host", "variable", "panel", "impl")
 """Parameters whose every value meets all values of the others."""
 SECONDS: Counter[str] = Counter()
 """Of each file."""
@@ -40,7 +40,11 @@ def off_diagonal(grid: list[Any]) -> list[Any]:
     axes = [list(dict.fromkeys(axis)) for axis in zip(*points)]
     if len(points) < math.prod(map(len, axes)):  # chosen by hand
         return []
-    diagonal = {tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))}
+    # A lap of an axis later its values come further on, so that those of equal axes meet others too.
+    diagonal = {
+        tuple(axis[(i + i // len(axis) * number) % len(axis)] for number, axis in enumerate(axes))
+        for i in range(max(map(len, axes)))
+    }
     return [item for item, point in zip(grid, points) if point not in diagonal]
 
 

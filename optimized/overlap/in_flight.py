@@ -192,10 +192,9 @@ class Pipeline:
     ) -> torch.Tensor:
         """Several decode steps: the tokens to copy to the CPU. The next batch decodes from the last ones."""
         parts = self.parts
-        with parts.timeline.forward(resolved):
-            token_ids = parts.model_runner.decode_steps(
-                resolved, slots, parts.sampler, info, parts.num_token_ids
-            )
+        token_ids = parts.model_runner.decode_steps(
+            resolved, slots, parts.sampler, info, parts.num_token_ids, parts.timeline.forward
+        )
         self.future_map.store(launched.first_place, token_ids[-1])
         return token_ids
 

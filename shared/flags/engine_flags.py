@@ -219,8 +219,9 @@ class EngineFlags:
         SCHEDULING, 1, "Decode steps that are launched together, without a decision between them.", at_least=1
     )
     """With more the GPU waits less for the CPU, where steps are short. Tokens come in groups, a new request
-    waits for all steps of a group, and one that stops computes tokens of up to two groups in vain. Steps are
-    launched alone where a sampler reads earlier tokens, and where log-probabilities are returned."""
+    waits for all steps of a group, and one that stops computes tokens of up to two groups in vain. While one
+    request of a batch has a grammar, a penalty, tokens left of min_new_tokens or log-probabilities, all its
+    steps are launched alone; so are mixed steps, and those of a full pool."""
     schedule_policy: SchedulePolicyName = flag(SCHEDULING, "fcfs", "The order of waiting requests.")
     """fcfs is fair. lpm and dfs-weight raise the hit rate of the radix cache and may delay requests without a
     hit. lof ends offline work earlier, because long answers start first."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -126,11 +128,12 @@ class ModelRunner(ABC):
         sampler: Sampler,
         info: SamplingBatchInfo,
         num_token_ids: int,
+        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> torch.Tensor:
         """Several steps of a DECODE batch, each from the tokens that the step before it sampled: their ids
         [num_steps, bs] int64, on the model's device. slots [num_steps, bs] int64: where each step writes KV;
         those of the first are the batch's own. The CPU waits for no step. A row that gave no token (-1, after
-        NaN) goes on from token 0, and what it gives has no meaning."""
+        NaN) goes on from token 0, and what it gives has no meaning. `around`: entered for each step."""
         # --8<-- [start:decode-steps]
         token_ids: list[torch.Tensor] = []
         for out_cache_loc in slots:
@@ -145,7 +148,8 @@ class ModelRunner(ABC):
                     seq_lens_cpu=tuple(seq_len + 1 for seq_len in forward_batch.seq_lens_cpu),
                     out_cache_loc=out_cache_loc,
                 )
-            _, sampled = self.forward_and_sample(forward_batch, sampler, info, num_token_ids)
+            with around(forward_batch):  # and keep no logits: the next step overwrites them
+                sampled = self.forward_and_sample(forward_batch, sampler, info, num_token_ids)[1]
             token_ids.append(sampled.next_token_ids)
         return torch.stack(token_ids)
         # --8<-- [end:decode-steps]

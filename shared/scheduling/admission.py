@@ -134,6 +134,7 @@ class NewTokenRatio:
         self.current = self.initial
 
     def decay(self) -> None:
+        """Behind each decision to decode."""
         step = (self.initial - self.least) / DECAY_STEPS
         self.current = max(self.current - step, self.least)
 

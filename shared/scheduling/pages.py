@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -39,28 +39,33 @@ def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPool
 
 
 def num_decode_steps(
-    reqs: Sequence[Req], most: int, allocator: TokenToKVPoolAllocator, nums_in_flight: Sequence[int] = ()
+    reqs: Sequence[Req],
+    most: int,
+    tree_cache: PrefixCache,
+    allocator: TokenToKVPoolAllocator,
+    nums_in_flight: Sequence[int] = (),
 ) -> int:
-    """Decode steps that can be launched together, at most `most`. One, where a sampler reads earlier tokens
-    or gives more than a token, or where the slots are not free without an eviction. No request comes to its
-    greatest length before the last step. nums_in_flight: tokens of each that it does not have yet."""
+    """Decode steps that can be launched together, at most `most`, with room made for them. One, where the
+    sampler of a request reads earlier tokens or gives more than a token, or where memory is short. No request
+    comes to its greatest length before the last step. nums_in_flight: tokens of each that it does not have
+    yet."""
     # --8<-- [start:num-decode-steps]
-    params = [req.sampling_params for req in reqs]
-    if any(req.needs_output for req in reqs) or any(
-        p.changes_logits or p.needs_penalty or p.return_logprob for p in params
-    ):
-        return 1
-    nums_left = [req.max_new_tokens - len(req.output_ids) for req in reqs]
-    num_steps = min(
-        most, *(left - coming for left, coming in zip_longest(nums_left, nums_in_flight, fillvalue=0))
-    )
+    num_steps = most
+    for req, num_in_flight in zip(reqs, nums_in_flight or repeat(0)):
+        params, num_tokens = req.sampling_params, len(req.output_ids) + num_in_flight
+        if req.needs_output or params.needs_penalty or params.return_logprob:
+            return 1
+        if num_tokens < params.min_new_tokens:
+            return 1
+        num_steps = min(num_steps, req.max_new_tokens - num_tokens)
     page_size = allocator.page_size
     num_pages = sum(
         num_pages_of(req.kv_committed_len + num_steps, page_size)
         - num_pages_of(req.kv_committed_len, page_size)
         for req in reqs
     )
-    return num_steps if num_pages * page_size <= allocator.available_size() else 1
+    has_room = num_pages * page_size <= allocator.available_size() + tree_cache.evictable_size()
+    return num_steps if has_room and evict_for(num_pages * page_size, tree_cache, allocator) else 1
     # --8<-- [end:num-decode-steps]
 
 

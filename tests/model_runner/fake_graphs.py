@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from diptych.optimized.graphs import cuda_graph
 from diptych.optimized.graphs.cuda_graph import Cut, Replay
@@ -51,12 +52,22 @@ class FakeCall:
         self.function = function
         self.output: torch.Tensor | None = function().clone()
         self.memory = self.output
-        self.is_borrowed = False
+        self.is_tracked = False
+        self.borrowed: StorageWeakRef | None = None
 
     def __call__(self) -> torch.Tensor:
-        return self.memory.copy_(self.function())
+        result = self.memory.copy_(self.function())
+        if self.is_tracked:
+            result = result.clone()
+            self.borrowed = StorageWeakRef(result.untyped_storage())
+        return result
+
+    @property
+    def is_borrowed(self) -> bool:
+        return self.borrowed is not None and not self.borrowed.expired()
 
     def give_up_output(self, track: bool) -> None:
+        self.is_tracked = track
         size = self.memory.numel()
         # At the pool's end: two sizes then differ in every row, not only behind the smaller one.
         self.memory.set_(self.graphs.pool[POOL_SIZE - size :].view(self.memory.shape))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from diptych.reference.model_runner import ModelRunner as ReferenceRunner
 from diptych.shared.types import ForwardBatch, ForwardMode, SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
@@ -231,7 +230,7 @@ class PadsStepsWithGivenRows(FakeGraphsRunner):
 
 
 @mutant_of("model_runner")
-class StepsInOneSlot(ReferenceRunner):
+class StepsInOneSlot(FakeGraphsRunner):
     """Steps that are launched together write their KV to the slots of the first."""
 
     def decode_steps(self, forward_batch, slots, *args):

@@ -45,7 +45,7 @@ bug("StepsTogetherCountAsOne", "Of the tokens in flight of steps that were launc
 bug("SlotsOfStepsByRequest", "The slots of steps launched together are in the order of the requests.",
     ("schedule_batch", "slots.view(-1, num_steps).t().flatten()", "slots"))
 bug("StepsTogetherForPenalties", "Steps are launched together though penalties read their tokens.",
-    ("shared.scheduling.pages", "p.needs_penalty or p.return_logprob", "p.return_logprob"))
+    ("shared.scheduling.pages", "params.needs_penalty or params.return_logprob", "params.return_logprob"))
 bug("CountsMissTheTokenInFlight", "Penalties lag one token behind.",
     ("overlap.in_flight", "count_in_flight(launched.keep(info), named, resolved)", "launched.keep(info)"))
 bug("MinimumMissesTheTokenInFlight", "Stop tokens are banned for one token more than min_new_tokens.",

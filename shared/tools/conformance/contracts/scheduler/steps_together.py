@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.shared.interfaces import Scheduler
-from diptych.shared.tools.conformance.clauses.case import Case, grid, table
+from diptych.shared.tools.conformance.clauses.case import EXAMPLE, Case, grid, table
 from diptych.shared.tools.conformance.clauses.clause import contract
 from diptych.shared.tools.conformance.clauses.compare import expect_equal
 from diptych.shared.tools.conformance.contracts.scheduler.schedules import PROMPT, harness_for
@@ -58,33 +58,40 @@ def steps_together(impl: type[Scheduler], case: Case) -> None:
     harness.expect_idle()
 
 
+@contract("Cached prefixes make room for steps together; no request is retracted for them.", EXAMPLE)
+def room_for_steps_together(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl, num_continuous_decode_steps=4, pool_tokens=32)
+    for token in (9, 8):  # fills the cache
+        harness.submit([token] * 16, 8)
+        harness.run()
+    rids = [harness.submit([i, *PROMPT], 9) for i in (1, 2)]
+    harness.run()
+    nums = [len(output.new_token_ids) for output in harness.log if output.rid == rids[0]]
+    expect_equal("tokens of each launch", [n for n in nums if n], [1, 4, 4])
+    expect_equal("retractions", harness.scheduler.stats().num_retractions, 0)
+    for rid in rids:
+        harness.expect(rid, 9)
+    harness.expect_idle()
+
+
 @contract(
-    "Where a sampler reads earlier tokens, or gives log-probabilities, each step is launched alone; so is "
-    "one whose slots are not free without an eviction.",
+    "Where a sampler reads earlier tokens, or gives log-probabilities, each step is launched alone.",
     table(
-        "params flags num_alone",
+        "params",
         ("penalty", {"frequency_penalty": 1.5}),
-        ("minimum", {"min_new_tokens": 4}),
+        ("minimum", {"min_new_tokens": 9}),
         ("grammar", {"grammar": True}),
         ("log-probabilities", {"return_logprob": True}),
-        ("two slots are free", {}, {"pool_tokens": 32}, 3),
-        flags={},
-        num_alone=9,
     ),
 )
 def steps_alone(impl: type[Scheduler], case: Case) -> None:
     params: dict[str, Any] = dict(case.params)
     if params.pop("grammar", False):
         params["grammar"] = EveryThird()
-    harness = harness_for(impl, is_spread=True, num_continuous_decode_steps=4, **case.flags)
-    if case.flags:  # what is cached fills the pool up to the last slots
-        harness.submit([9] * 16, 8)
-        harness.run()
+    harness = harness_for(impl, is_spread=True, num_continuous_decode_steps=4)
     rid = harness.submit(PROMPT, 9, **params)
     harness.run()
     nums = [len(output.new_token_ids) for output in harness.log if output.rid == rid]
-    expect_equal(
-        "tokens of the first launches", [n for n in nums if n][: case.num_alone], [1] * case.num_alone
-    )
+    expect_equal("tokens of each launch", [n for n in nums if n], [1] * 9)
     harness.expect_what_it_gets_alone(rid)
     harness.expect_idle()
