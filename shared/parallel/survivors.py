@@ -27,7 +27,7 @@ CALL_SECONDS = 10.0
 """For which a rank that misses another one waits for the controller's call."""
 CONNECT_SECONDS = 2.0
 """Time limit of forming a group, whose ranks have all met. gloo takes five times as long for a rank that has
-died since."""
+died since. If a rank was only slow, all try again."""
 
 
 class Members(NamedTuple):
@@ -48,22 +48,18 @@ class Survivors:
         have_regrouped: Callable[[], None],
         seconds: float,
     ) -> None:
-        """have_regrouped: called when the group is another one. seconds: the time limit of a meeting."""
+        """have_regrouped: called when the group is another one. seconds: the time limit of forming it."""
         self.ranks = ranks
         self.experts = experts
         self.have_regrouped = have_regrouped
         self.seconds = seconds
         self.own_number = ranks.rank
+        placed, num_logical = experts.experts.physical_to_logical, experts.experts.num_replicas.shape[1]
+        # That have room for all experts. Another thread asks while this one moves them.
+        self.least_ranks = -(-num_logical // (placed.shape[1] // experts.ep))
         self.joined = 0  # the number of the list that this rank has followed
         self._members = Members(0, list(range(ranks.size)), "")
         self._have_changed = threading.Condition()
-
-    @property
-    def least_ranks(self) -> int:
-        """That have room for all experts."""
-        num_logical = self.experts.experts.num_replicas.shape[1]
-        num_local = self.experts.experts.physical_to_logical.shape[1] // self.experts.ep
-        return -(-num_logical // num_local)
 
     def hear(self, members: Members) -> None:
         with self._have_changed:
@@ -108,15 +104,24 @@ class Survivors:
         """Go on with the ranks that are left. Returns whether one of them has a pass to repeat. Raises
         `RuntimeError` if the controller knows of no rank that has died."""
         self.ranks.leave()
+        self._wait_for_members()
+        start, experts = time.monotonic(), self.experts
+        before, num_moved, num_reloaded = experts.numbers, experts.num_moved, experts.num_reloaded
+        attempt, end = 0, start
         while True:
-            self._wait_for_members()
             members = self._members
-            self.joined = members.number
+            if members.number > self.joined:
+                self.joined, attempt, end = members.number, 0, time.monotonic() + self.seconds
             try:
-                start, before = time.monotonic(), self.experts.numbers
-                have_pass, counts = self._join(members, num_passes, has_pass)
-            except RuntimeError as error:  # another one may have died meanwhile
+                self._meet(members, attempt, end)
+                have_pass = self._take_over(members, num_passes, has_pass)
+                got = torch.tensor([[experts.num_moved - num_moved, experts.num_reloaded - num_reloaded]])
+                counts = self.ranks.all_gather(got).sum(0).tolist()
+            except RuntimeError as error:  # another one may have died meanwhile, or one was slow
                 self._forgive(error)
+                if not self.are_behind and time.monotonic() > end:
+                    raise
+                attempt += 1
                 continue
             if self.ranks.rank == 0:
                 died = _listed([number for number in before if number not in members.ranks])
@@ -128,21 +133,18 @@ class Survivors:
             return have_pass
 
     # --8<-- [start:regroup]
-    def _join(self, members: Members, num_passes: int, has_pass: bool) -> tuple[bool, list[int]]:
-        """`num_passes`: of this rank. `has_pass`: it has to repeat the last of them.
-        Returns whether any rank has, and how many experts and tensors all have got."""
-        ranks, experts = self.ranks, self.experts
-        before = experts.num_moved, experts.num_reloaded
-        self._meet(members)
+    def _take_over(self, members: Members, num_passes: int, has_pass: bool) -> bool:
+        """Place the experts. `num_passes`: of this rank. `has_pass`: it has to repeat
+        the last of them. Returns whether any rank has."""
+        experts = self.experts
         own = [num_passes, has_pass, experts.num_passes, experts.num_moves, experts.is_whole]
-        of_all = ranks.all_gather(torch.tensor([own])).T.tolist()
+        of_all = self.ranks.all_gather(torch.tensor([own])).T.tolist()
         passes, have_pass, experts_passes, moves, are_whole = of_all
         assert len(set(passes)) == 1, f"{members.ranks} are in different passes: {passes}"
         experts.num_passes = max(experts_passes)  # a pass that is repeated counts twice
         experts.keep(members.ranks, is_known=len(set(moves)) == 1 and all(are_whole))
         self.have_regrouped()
-        got = [experts.num_moved - before[0], experts.num_reloaded - before[1]]
-        return any(have_pass), ranks.all_gather(torch.tensor([got])).sum(0).tolist()
+        return any(have_pass)
 
     # --8<-- [end:regroup]
 
@@ -151,10 +153,14 @@ class Survivors:
             if not self._have_changed.wait_for(lambda: self.are_behind, CALL_SECONDS):
                 raise RuntimeError("a collective has failed, and no replica is known to have ended")
 
-    def _meet(self, members: Members) -> None:
-        """Join the group of the ranks that are left."""
+    def _meet(self, members: Members, attempt: int, end: float) -> None:
+        """Join the group of the ranks that are left. A slow rank may miss the time limit of joining: then no
+        rank gets behind the first collective, which needs all, and all of this list come to the next attempt.
+        Each has a part of the store, in which no other group has met."""
+        from torch.distributed import PrefixStore
+
         rank, size = members.ranks.index(self.own_number), len(members.ranks)
-        store, end = open_store(members.path, size), time.monotonic() + self.seconds
+        store = PrefixStore(f"attempt {attempt}", open_store(members.path, size))
         store.set(f"rank {rank}", "")
         while not store.check([f"rank {peer}" for peer in range(size)]):
             if self.are_behind or time.monotonic() > end:

@@ -127,6 +127,23 @@ def test_a_running_process_reports(ends: tuple[Child, Channel], monkeypatch: pyt
     assert list(inbox.calls(is_busy=True)) == []
 
 
+def test_a_call_that_came_before_it_could_be_heard(
+    ends: tuple[Child, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is heard before the step that was called with it: a step of ranks cannot go on without it."""
+    monkeypatch.setattr(child, "REPORT_SECONDS", 20.0)
+    other, pipe = ends
+    inbox = Inbox(pipe, list, leave=lambda code: None)
+    inbox.listen()
+    other.call(encode(Call("step", 0.0)))
+    other.call(encode(Call("regroup", 0.0, arguments=[1, [0, 2], "path"])))
+    assert other.report() is not None  # the calls before it have been read
+    heard: list[Call] = []
+    inbox.hear = heard.append
+    assert [call.method for call in inbox.calls(is_busy=True)] == ["step", "regroup"]
+    assert [call.arguments for call in heard] == [[1, [0, 2], "path"]]
+
+
 def test_stacks_have_the_names_of_threads() -> None:
     is_over = threading.Event()
     thread = threading.Thread(target=is_over.wait, name="another")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from diptych.reference.parallel.collectives import Collectives
 from diptych.reference.parallel.dp_attention import PassDispatch
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
@@ -286,14 +287,14 @@ def test_what_cannot_heal(folders: dict[str, str], flags: dict[str, Any], messag
 def test_a_gpu_is_refused() -> None:
     config = EngineConfig(**ELASTIC, device="cuda:1")
     with pytest.raises(ValueError, match="device=cpu, and the device is cuda:1"):
-        check_elastic_ep(config, 6)
+        check_elastic_ep(config, 6, Collectives)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.03, 0.07, pytest.param(0.2, marks=pytest.mark.full)])
 def test_processes_that_are_killed(folders: dict[str, str], capfd: Any, seconds: float) -> None:
     """SIGKILL at any moment: first to one replica, then to another one."""
     config = make_config(folders["qwen3-moe"], **ROOM_FOR_ONE)
-    assembly = assemble_in_step(config, 30.0)
+    assembly = assemble_in_step(config, time_limit := 200.0)
     controller: Any = assembly.scheduler
     pids = [replica.process.pid for replica in controller.replicas[1:]]
     killers = [
@@ -306,7 +307,7 @@ def test_processes_that_are_killed(folders: dict[str, str], capfd: Any, seconds:
     for killer in killers:
         killer.join()
     again, more = run_all(controller)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < time_limit / 2, "a rank has waited for the time limit"
     check_answers(folders["qwen3-moe"], found, errors)
     check_answers(folders["qwen3-moe"], again, more)
     assert controller.num_replicas == 1

@@ -157,7 +157,7 @@ class Inbox:
         self.log = log
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self.hear: Callable[[Call], None] | None = None
-        """Gets each `regroup` as soon as it comes, in the thread that reads."""
+        """Gets each `regroup` as soon as it comes, in the thread that reads, and again among the calls."""
         self.is_ready = False
 
     def start(self, value: Any = None) -> None:
@@ -186,7 +186,12 @@ class Inbox:
         call = self._calls.get()
         if call is None:
             raise InboxClosed
+        self._let_hear(call)  # again: it may have come before `hear` was set
         return call
+
+    def _let_hear(self, call: Call) -> None:
+        if call.method == "regroup" and self.hear is not None:
+            self.hear(call)
 
     def close(self) -> None:
         """Let `calls` end."""
@@ -203,9 +208,8 @@ class Inbox:
                 if call.method == "report":
                     self.send(self.report())
                     continue
-                if call.method == "regroup" and self.hear is not None:
-                    self.hear(call)
                 self._calls.put(call)
+                self._let_hear(call)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             pass  # the parent has ended, or has closed this process's pipe
         except Exception as error:

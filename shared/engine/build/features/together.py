@@ -9,7 +9,7 @@ from typing import Any
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config, read_draft_config
 from diptych.shared.engine.build.features import Feature
-from diptych.shared.interfaces import CausalLM, MoE, RunModel, Sampler
+from diptych.shared.interfaces import CausalLM, Collectives, MoE, RunModel, Sampler
 from diptych.shared.loading.load_model import manage_experts
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.modeling.two_batches import TwoBatches
@@ -160,12 +160,17 @@ def check_pipeline(config: EngineConfig, selection: Mapping[str, str]) -> None:
         )
 
 
-def check_elastic_ep(config: EngineConfig, num_experts: int) -> None:
+def check_elastic_ep(config: EngineConfig, num_experts: int, ranks: type[Collectives]) -> None:
     """Raise `ValueError` for replicas of which none can be missed."""
     if str(config.device) != "cpu":
         raise ValueError(
             f"elastic_ep=True runs over gloo on device=cpu, and the device is {config.device}: a kernel that "
             "waits for a GPU whose process has died does not end"
+        )
+    if Collectives.leave is ranks.leave or Collectives.rejoin is ranks.rejoin:  # both are optional
+        raise ValueError(
+            f"elastic_ep=True needs collectives whose ranks can leave and rejoin; {ranks.__name__} lacks one "
+            "of these; choose use collectives=reference or optimized"
         )
     num_local = (num_experts + config.ep_num_redundant_experts) // config.ep
     if num_local * (config.ep - 1) < num_experts:
@@ -199,7 +204,9 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
             f"device={device}: the reference runs over gloo on device=cpu; choose panel=optimized for CUDA"
         )
     if config.elastic_ep:
-        check_elastic_ep(config, model_config.moe.num_experts)
+        check_elastic_ep(
+            config, model_config.moe.num_experts, registry.load("collectives", selection["collectives"])
+        )
     name = config.speculative_draft_model
     if name is not None:
         folder = resolve_model_path(name, config.load_format)
