@@ -1,5 +1,6 @@
 """Each optimization has a short page of measurements of one shape, and the results page leads to it."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -111,6 +112,12 @@ def test_a_command_is_recorded_in_its_file(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "good.json").read_text("utf-8")) == {"command": command}
     with pytest.raises(subprocess.CalledProcessError):
         record_measurements.main(tmp_path, ["wrong=python -c 'raise SystemExit(3)'"])
+
+
+def test_the_usual_entries_stay_as_they_are() -> None:
+    """Every file that has `COMMON` reads them: a change would be one of what was recorded."""
+    digest = hashlib.sha256(measured.USUAL.read_bytes()).hexdigest()
+    assert digest == "e9460bb32c1cb14b2310100476574dda9755643ab173afaa7c78d392ff853cf5"
 
 
 def test_entries_in_common_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
