@@ -34,7 +34,9 @@ class QuantizedExperts(Interface):
         values: Any = (None if part is None else part[expert_id] for part in parts)
         weight, scale, zero = values
         weight = dequantize(weight, scale, zero, self.scheme)
-        x = dequantized_input(x, self.scheme, None, self.tp if name == "w2" else None)
+        static = self.input_scales(name)
+        static = None if static is None else static[expert_id]
+        x = dequantized_input(x, self.scheme, static, self.tp if name == "w2" else None)
         y = F.linear(x, weight)
         return y if bias is None else y + bias[expert_id]
         # --8<-- [end:run-quantized-experts]

@@ -11,7 +11,13 @@ from diptych.shared.interfaces.collectives import Collectives
 from diptych.shared.interfaces.moe import FusedExperts
 from diptych.shared.types.quant_scheme import QuantScheme
 
-SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero", "weight_global": "_global"}
+SUFFIXES = {
+    "weight": "",
+    "weight_scale": "_scale",
+    "weight_zero": "_zero",
+    "weight_global": "_global",
+    "input_scale": "_input",
+}
 """A tensor of `QuantScheme.tensors` -> the end of the parameter's name."""
 
 
@@ -23,9 +29,13 @@ class QuantizedExperts(FusedExperts, ABC):
     With `tp`, each rank has a part of the intermediate size of every expert, and amax of a pair is the
     largest of all ranks, which call the experts with the same arguments.
 
+    A static scale is that of the expert; x has the larger of those of gate and up. vLLM and SGLang take the
+    largest of all experts of a layer. Here a result does not depend on which experts a rank has.
+
     Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`, or
-    `w13_global` and `w2_global`: the tensors of `QuantScheme.tensors` of each expert, one behind the other;
-    and the biases. A rank's experts are moved by moving the rows of all parameters.
+    `w13_global` and `w2_global`, or `w13_input` [experts, 2: gate, up] and `w2_input` [experts, 1]: the
+    tensors of `QuantScheme.tensors` of each expert, one behind the other; and the biases. A rank's experts
+    are moved by moving the rows of all parameters.
     """
 
     scheme: QuantScheme
@@ -35,6 +45,8 @@ class QuantizedExperts(FusedExperts, ABC):
     w2_zero: nn.Parameter | None
     w13_global: nn.Parameter | None
     w2_global: nn.Parameter | None
+    w13_input: nn.Parameter | None
+    w2_input: nn.Parameter | None
     tp: Collectives | None = None
     """The ranks among which the intermediate size is divided; None: it is not."""
 
@@ -47,18 +59,18 @@ class QuantizedExperts(FusedExperts, ABC):
         bias: bool = False,
         swiglu_limit: float = 0.0,
     ) -> None:
-        """Raises `ValueError` for a scheme with static scales of inputs."""
         super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
-        if scheme.inputs == "static":
-            raise ValueError(f"experts of {scheme} are not supported; supported are dynamic scales of inputs")
         self.scheme = scheme
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.w13_zero = self.w2_zero = self.w13_global = self.w2_global = None
+        self.w13_input = self.w2_input = None
         for name, out, size in (
             ("w13", 2 * intermediate_size, hidden_size),
             ("w2", hidden_size, intermediate_size),
         ):
             for key, (shape, dtype) in scheme.tensors(out, size).items():
+                if (name, key) == ("w13", "input_scale"):  # gate and up have their own
+                    shape = (2,)
                 tensor = torch.empty(num_experts, *shape, dtype=dtype)
                 setattr(self, name + SUFFIXES[key], nn.Parameter(tensor, requires_grad=False))
         if bias:
@@ -67,8 +79,13 @@ class QuantizedExperts(FusedExperts, ABC):
 
     def tensors_of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Weight and scale of "w13" or "w2", and its zero points or global scales."""
-        weight, scale, zero, both = (getattr(self, name + suffix) for suffix in SUFFIXES.values())
+        weight, scale, zero, both, _ = (getattr(self, name + suffix) for suffix in SUFFIXES.values())
         return weight, scale, both if zero is None else zero
+
+    def input_scales(self, name: str) -> torch.Tensor | None:
+        """The static scale of the inputs of "w13" or "w2" of each expert, [experts]; None: there is none."""
+        scales: torch.Tensor | None = getattr(self, name + SUFFIXES["input_scale"])
+        return None if scales is None else scales.amax(1)
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """The tensors of each expert and matrix: "3.gate_proj.weight_scale" -> a view of a parameter."""

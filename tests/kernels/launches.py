@@ -55,6 +55,7 @@ EXPERT_SCHEMES = {
     "fp8": QuantScheme("fp8", inputs="token"),
     "fp8-block": QuantScheme("fp8", 128, 128, "group"),
     "fp8-weight": QuantScheme("fp8"),
+    "fp8-static": QuantScheme("fp8", None, inputs="static"),
     "int8": QuantScheme("int8", inputs="token"),
     "int4": QuantScheme("int4", group_size=128, symmetric=False),
     "mxfp4": QuantScheme("mxfp4", group_size=32),

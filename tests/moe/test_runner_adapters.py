@@ -142,7 +142,8 @@ def test_16_bits(
 
 
 MXFP4_EXPERTS = QuantizedExperts(2, 128, 128, MXFP4)
-OTHERS = [FusedExperts(2, 128, 128), QuantizedExperts(2, 128, 128, CHANNELS), MXFP4_EXPERTS]
+STATIC = QuantizedExperts(2, 128, 128, QuantScheme("fp8", None, inputs="static"))
+OTHERS = [FusedExperts(2, 128, 128), QuantizedExperts(2, 128, 128, CHANNELS), MXFP4_EXPERTS, STATIC]
 
 
 @pytest.mark.parametrize("experts", OTHERS)
@@ -167,6 +168,8 @@ def test_other_sizes_and_activations_are_refused() -> None:
     for runner_class in (FlashInferCutlassRunner, TritonKernelRunner):
         with pytest.raises(ValueError, match=r"weights: fp8 by channel.* is not supported"):
             runner_class(OTHERS[1])
+        with pytest.raises(ValueError, match=r"weights: .*, static scales of inputs is not supported"):
+            runner_class(STATIC)
 
 
 @pytest.mark.parametrize(("alignment", "by_expert"), [(1, False), (128, False), (128, True)])

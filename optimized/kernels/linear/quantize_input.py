@@ -11,6 +11,7 @@ its reciprocal, which takes fewer instructions than a division each (`_quotient`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,6 +49,14 @@ class QuantizedInput:
     dtype: torch.dtype  # of x, and of what is computed from it
     counters: torch.Tensor | None = None
     """int32 [NUM_COUNTERS], zeros between the GEMMs of this input, for those with split-K."""
+
+
+class ExpertScales(NamedTuple):
+    """Static scales of experts. There is a row for each entry of `experts`, or several successive ones if x
+    has more rows; if it has fewer, several successive rows are of one row of x."""
+
+    scales: torch.Tensor  # float32 [num_experts]
+    experts: torch.Tensor  # int32, contiguous; rows of an expert that does not exist are undefined
 
 
 def is_padded(num_tokens: int) -> bool:
@@ -155,11 +164,13 @@ def _codes(x, scale, FP8: tl.constexpr, NATIVE: tl.constexpr, IS_HALF: tl.conste
 
 @triton.jit
 def _quantize_input_kernel(
-    x_ptr, norm_ptr, given_ptr, q_ptr, scale_ptr, counters_ptr, eps, size, num_groups, stride_x, stride_q,
+    x_ptr, norm_ptr, given_ptr, experts_ptr, q_ptr, scale_ptr, counters_ptr, eps, size, num_groups,
+    num_experts, stride_x, stride_q,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
     NORM: tl.constexpr, SILU: tl.constexpr, STATIC: tl.constexpr, AMAX: tl.constexpr, COUNTERS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    REPEATS: tl.constexpr, ROWS_OF_EXPERT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """REPEATS: rows of one row of x. ROWS_OF_EXPERT: rows of one entry of experts; 0: none."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     if NORM:
@@ -172,7 +183,7 @@ def _quantize_input_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     values = ()
     for i in tl.static_range(COUNT):
-        tile, mask = x_ptr + row * stride_x + i * BLOCK + offs, i * BLOCK + offs < size
+        tile, mask = x_ptr + row // REPEATS * stride_x + i * BLOCK + offs, i * BLOCK + offs < size
         x = widened(tl.load(tile, mask=mask, other=0.0), _ON_GPU)
         if SILU:
             x = _as_rounded(_silu(x) * widened(tl.load(tile + size, mask=mask, other=0.0), _ON_GPU), dtype)
@@ -185,7 +196,12 @@ def _quantize_input_kernel(
     LARGEST: tl.constexpr = 448.0 if FP8 else 127.5
     IS_HALF: tl.constexpr = dtype != tl.float32
     if GROUP == 0:  # one scale for the row
-        if STATIC:
+        if ROWS_OF_EXPERT > 0:
+            expert = tl.load(experts_ptr + row // ROWS_OF_EXPERT)
+            is_expert = (expert >= 0) & (expert < num_experts)
+            scale = tl.load(given_ptr + expert, mask=is_expert, other=1.0)
+            tl.store(scale_ptr + row, scale)
+        elif STATIC:
             scale = tl.load(given_ptr)
         else:
             if AMAX:
@@ -213,15 +229,21 @@ def _quantize_input_kernel(
 def quantize_input(
     x: torch.Tensor,
     scheme: QuantScheme,
-    static: torch.Tensor | None = None,
+    static: torch.Tensor | ExpertScales | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     silu: bool = False,
     tp: Collectives | None = None,
 ) -> QuantizedInput:
     """x [num_tokens, size] as `QuantizedLinear` defines it. Before that, norm: (weight, eps) of an RMSNorm of
     x; silu: x [num_tokens, 2 * size] becomes silu(first half) * second half. Both are rounded to the type of
-    x. With `tp`, x is a rank's part of each token."""
+    x. With `tp`, x is a rank's part of each token. static: one scale, or those of experts."""
     num_tokens, size = len(x), x.shape[1] // 2 if silu else x.shape[1]
+    experts, num_experts, repeats, rows_of_expert = x, 0, 1, 0
+    if isinstance(static, ExpertScales):
+        experts, num_experts = static.experts, len(static.scales)
+        repeats = max(experts.numel() // num_tokens, 1)
+        num_tokens *= repeats
+        rows_of_expert = num_tokens // experts.numel()
     assert x.stride(1) == 1
     is_fp8 = scheme.weight_type == "fp8"
     block = triton.next_power_of_2(max(size, 16))
@@ -232,25 +254,27 @@ def quantize_input(
     count = triton.cdiv(size, block)
     room = PADDED_TOKENS if is_padded(num_tokens) else num_tokens
     q = torch.empty(room, size, dtype=torch.uint8 if is_fp8 else torch.int8, device=x.device)[:num_tokens]
-    scale = static
-    if scale is None:
+    given = static.scales if isinstance(static, ExpertScales) else static
+    if isinstance(static, torch.Tensor):
+        scale = static
+    else:
         scale = torch.empty(room, num_groups, dtype=torch.float32, device=x.device)[:num_tokens]
     counters = None
     if num_tokens <= MAX_COUNTED_TOKENS:
         counters = torch.empty(NUM_COUNTERS, dtype=torch.int32, device=x.device)
-    given = static
     if tp is not None and scheme.inputs == "token":
         assert norm is None, "the amax of all ranks must be known before the kernel"
         assert not silu, "the amax of all ranks must be known before the kernel"
         given = tp.all_gather(x.abs().amax(1).float()[None]).amax(0)
     if num_tokens > 0:
         _quantize_input_kernel[(num_tokens,)](
-            x, x if norm is None else norm[0], scale if given is None else given, q, scale,
+            x, x if norm is None else norm[0], scale if given is None else given, experts, q, scale,
             q if counters is None else counters, 0.0 if norm is None else norm[1],
-            size, num_groups, x.stride(0), q.stride(0),
+            size, num_groups, num_experts, x.stride(0), q.stride(0),
             BLOCK=block, COUNT=count, GROUP=group if num_groups > 1 else 0, FP8=is_fp8,
             NATIVE=has_fp8(x.device), NORM=norm is not None, SILU=silu, STATIC=static is not None,
-            AMAX=given is not static, COUNTERS=0 if counters is None else NUM_COUNTERS,
+            AMAX=static is None and given is not None, COUNTERS=0 if counters is None else NUM_COUNTERS,
+            REPEATS=repeats, ROWS_OF_EXPERT=rows_of_expert,
             num_warps=min(max(block // 512, 1), 16) if count == 1 else 8, **pdl_options(x),
         )  # fmt: skip
     return QuantizedInput(q.view(torch.float8_e4m3fn) if is_fp8 else q, scale, x.dtype, counters)

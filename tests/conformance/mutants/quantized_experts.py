@@ -7,18 +7,22 @@ import torch.nn.functional as F
 
 from diptych.reference.quantized.quantized_moe import QuantizedExperts
 from diptych.shared.modeling.dequantized_values import dequantize, dequantized_input
-from tests.conformance.mutants.mutant import bugs_in, mutant_of
+from tests.conformance.mutants.mutant import mutant_of
 
 
 class SteppedExperts(QuantizedExperts):
     """One method for each decision."""
 
     def _linear(self, x, name, bias, expert_id):
-        y = F.linear(self.input_of(x, name), self.weight_of(name, expert_id))
+        static = self.static_scale(name, expert_id) if self.scheme.inputs == "static" else None
+        y = F.linear(self.input_of(x, name, static), self.weight_of(name, expert_id))
         return y if bias is None else y + bias[expert_id]
 
-    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return dequantized_input(x, self.scheme, None, self.tp if name == "w2" else None)
+    def input_of(self, x: torch.Tensor, name: str, static: torch.Tensor | None) -> torch.Tensor:
+        return dequantized_input(x, self.scheme, static, self.tp if name == "w2" else None)
+
+    def static_scale(self, name: str, expert_id: int) -> torch.Tensor:
+        return self.input_scales(name)[expert_id]
 
     def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
         return dequantize(
@@ -56,23 +60,31 @@ class UpIsGate(SteppedExperts):
 class OneScaleForAllTokens(SteppedExperts):
     """The scale of the inputs is that of the largest value of all tokens."""
 
-    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def input_of(self, x: torch.Tensor, name: str, static: torch.Tensor | None) -> torch.Tensor:
         if self.scheme.inputs != "token" or x.numel() == 0:
-            return super().input_of(x, name)
-        return super().input_of(x.reshape(1, -1), name).view(x.shape)
+            return super().input_of(x, name, static)
+        return super().input_of(x.reshape(1, -1), name, static).view(x.shape)
 
 
 @mutant_of("quantized_experts")
 class ScaleOfTheRanksPart(SteppedExperts):
     """A rank scales its part of an activation by the largest value of the part."""
 
-    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return dequantized_input(x, self.scheme, None)
+    def input_of(self, x: torch.Tensor, name: str, static: torch.Tensor | None) -> torch.Tensor:
+        return dequantized_input(x, self.scheme, static)
 
 
-bug = bugs_in(
-    "quantized_experts", "reference.quantized.quantized_moe:QuantizedExperts", folder="shared.interfaces."
-)
-# fmt: off
-bug("TakesStaticScales", "A scheme with static scales of inputs is accepted.",
-    ("quantized_experts", 'if scheme.inputs == "static":', "if False:"))
+@mutant_of("quantized_experts")
+class LargestStaticScale(SteppedExperts):
+    """The static scale of inputs is the largest of all experts, as in other engines."""
+
+    def static_scale(self, name: str, expert_id: int) -> torch.Tensor:
+        return self.input_scales(name).nan_to_num().amax()
+
+
+@mutant_of("quantized_experts")
+class StaticScaleOfGate(SteppedExperts):
+    """The static scale of up is not looked at."""
+
+    def static_scale(self, name: str, expert_id: int) -> torch.Tensor:
+        return getattr(self, f"{name}_input")[expert_id, 0]

@@ -15,7 +15,6 @@ from diptych.shared.tools.conformance.clauses.compare import (
     expect_close,
     expect_equal,
     expect_form,
-    expect_raises,
 )
 from diptych.shared.tools.conformance.clauses.device import building, check_device
 from diptych.shared.tools.conformance.clauses.inputs import Inputs, type_name
@@ -32,7 +31,7 @@ from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types.quant_scheme import FP4_VALUES, QuantScheme
 
 KINDS = {
-    **{name: scheme for name, scheme in SCHEMES.items() if scheme.inputs != "static"},
+    **SCHEMES,
     "mxfp4": QuantScheme("mxfp4", group_size=32),
 }
 
@@ -68,6 +67,9 @@ class Experts(Case):
 
     def _values(self, name: str, like: torch.Tensor, size: int, inputs: Inputs) -> torch.Tensor:
         weight_type, shape = self.scheme.weight_type, like.shape
+        if name.endswith("_input"):  # 100 times as large for expert 3 as for expert 0, and different for up
+            of_experts = 10.0 ** torch.linspace(-1, 5 / 3, len(like), device=check_device())[:, None]
+            return of_experts * (0.5 + inputs.uniform(*shape)) / (448 if weight_type == "fp8" else 127)
         if name.endswith("_zero"):
             return inputs.integers(17, *shape)
         if name.endswith("_global"):
@@ -104,6 +106,8 @@ def expected(case: Experts, experts: QuantizedExperts, x: torch.Tensor, topk: To
                 scheme=case.scheme, in_features=hidden.shape[1], weight=getattr(experts, name)[e],
                 weight_scale=getattr(experts, f"{name}_scale")[e], weight_zero=None, input_scale=None,
             )  # fmt: skip
+            if case.scheme.inputs == "static":
+                layer.input_scale = max(getattr(experts, f"{name}_input")[e])
             layer.weight_global = None
             if case.kind == "nvfp4":
                 layer.weight_global = getattr(experts, f"{name}_global")[e]
@@ -211,11 +215,32 @@ def tokens_of_experts_are_independent(impl: type[QuantizedExperts], case: Expert
 
 
 @contract(
-    "Static scales of inputs are a ValueError.",
-    table("kind num_tokens", ("fp8 token", 1), name=lambda kind, num_tokens: "static", of=Experts),
+    "A static scale of x is that of the expert, the larger of gate and up, whatever other experts have; that "
+    "of w2's inputs too. Experts that change places, with all parameters, give the same results.",
+    table(
+        "kind num_tokens dtype",
+        *(
+            (kind, num_tokens, dtype)
+            for kind in ("fp8 static", "int8 static")
+            for num_tokens, dtype in ((1, torch.float32), (40, torch.float32), (23, torch.bfloat16))
+        ),
+        name=lambda kind, num_tokens, dtype: f"{kind}, {num_tokens} tokens, {type_name(dtype)}",
+        of=Experts,
+    ),
 )
-def static_inputs_are_refused(impl: type[QuantizedExperts], case: Experts) -> None:
-    expect_raises("static", ValueError, impl, 2, 64, 64, SCHEMES["fp8 static"])
+def static_scales_of_experts(impl: type[QuantizedExperts], case: Experts) -> None:
+    experts, inputs = case.make(impl), Inputs(case.seed + 1)
+    expect_equal("scales of inputs", (experts.w13_input.shape, experts.w2_input.shape), ((5, 2), (5, 1)))
+    topk = case.topk(inputs)
+    x = amid_poison(inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype))
+    y = run_poisoned(experts, x, topk)
+    expect_close("y", y, expected(case, experts, x, topk), tolerance("quantized moe", case.dtype))
+    places = torch.tensor([3, 0, 4, 1, 2], device=x.device)  # of experts 0 to 4
+    for parameter in experts.parameters():
+        parameter.data.view(torch.uint8)[places] = parameter.data.view(torch.uint8).clone()
+    ids = torch.where(topk.topk_ids < 0, -1, places[topk.topk_ids.long()])
+    moved = run_poisoned(experts, x, topk._replace(topk_ids=ids.to(torch.int32)))
+    expect_close("y behind the move", moved, y.double(), tolerance("quantized moe of ranks", case.dtype))
 
 
 @contract(
@@ -224,6 +249,7 @@ def static_inputs_are_refused(impl: type[QuantizedExperts], case: Experts) -> No
     table(
         "kind num_tokens intermediate_size",
         *((kind, num_tokens, 128) for kind in ("fp8 token", "int8 token") for num_tokens in (1, 9)),
+        ("fp8 static", 9, 128),
         name=lambda kind, num_tokens, intermediate_size: f"{kind}, {num_tokens} tokens",
         of=Experts,
     ),
@@ -241,7 +267,7 @@ def experts_on_several_ranks(impl: type[QuantizedExperts], case: Experts) -> Non
         for name, view in part.weight_views().items():
             whole = experts.weight_views()[name]
             dim = 1 if "down_proj" in name else 0
-            is_divided = whole.shape[dim] == case.intermediate_size
+            is_divided = whole.dim() > dim and whole.shape[dim] == case.intermediate_size
             view.copy_(whole.chunk(2, dim=dim)[tp.rank] if is_divided else whole)
         return part(x, topk)
 
