@@ -30,9 +30,10 @@ class QuantizedExperts(Interface):
 
     def _linear(self, x: torch.Tensor, name: str, bias: torch.Tensor | None, expert_id: int) -> torch.Tensor:
         """float32 [num_tokens, out] of one expert's w13 or w2."""
-        parts: Any = *self.tensors_of(name), self.input_scales(name)
-        *values, static = (None if part is None else part[expert_id] for part in parts)
-        weight = dequantize(*values, self.scheme)
+        parts = *self.tensors_of(name), self.input_scales(name)
+        values: Any = (None if part is None else part[expert_id] for part in parts)
+        weight, scale, zero, static = values
+        weight = dequantize(weight, scale, zero, self.scheme)
         x = dequantized_input(x, self.scheme, static, self.tp if name == "w2" else None)
         y = F.linear(x, weight)
         return y if bias is None else y + bias[expert_id]
