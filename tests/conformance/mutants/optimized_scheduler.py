@@ -46,6 +46,9 @@ bug("SlotsOfStepsByRequest", "The slots of steps launched together are in the or
     ("schedule_batch", "slots.view(-1, num_steps).t().flatten()", "slots"))
 bug("StepsTogetherForPenalties", "Steps are launched together though penalties read their tokens.",
     ("shared.scheduling.pages", "params.needs_penalty or params.return_logprob", "params.return_logprob"))
+bug("StepsTogetherNeedFreeSlots", "Once the cache has filled the pool, no steps are launched together.",
+    ("shared.scheduling.pages", "allocator.available_size() + tree_cache.evictable_size()",
+     "allocator.available_size()"))
 bug("CountsMissTheTokenInFlight", "Penalties lag one token behind.",
     ("overlap.in_flight", "count_in_flight(launched.keep(info), named, resolved)", "launched.keep(info)"))
 bug("MinimumMissesTheTokenInFlight", "Stop tokens are banned for one token more than min_new_tokens.",
