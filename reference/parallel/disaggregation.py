@@ -3,19 +3,16 @@
 A request at the decode engine, and what it owns there:
 
     waiting    nothing; it comes when the pool has room for its prompt and its longest answer
-    transfer   pages of its prompt and a row, also of states, open for the transport, and a lock on the prefix
-               that is cached already
+    transfer   pages of its prompt, and a row; both open for the transport; a lock on its cached prefix
     scheduled  in the ordinary scheduler, where it decodes from the first token, which comes with the KV
 
 and at the prefill engine:
 
     prefill    in the ordinary scheduler, for one token
-    in flight  a lock on its prompt in the prefix cache, its last page, and a copy of its state, until the
-               transport has ended the room
+    in flight  a lock on its prompt, its last page, a copy of its state, until the transport ends the room
 
-Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
-the other engine. A decode engine may have several prefill engines: a request whose prefill engine ends moves
-to another one, once.
+Pages change owner only after `poll` has returned a final status, whatever ends. A request whose prefill
+engine ends moves to another one, once.
 """
 
 from __future__ import annotations
