@@ -11,8 +11,7 @@ and at the prefill engine:
     prefill    in the ordinary scheduler, for one token
     in flight  a lock on its prompt, its last page, a copy of its state, until the transport ends the room
 
-Pages change owner only after `poll` has returned a final status, whatever ends. A request whose prefill
-engine ends moves to another one, once.
+Pages change owner only after `poll` gave a final status. A request without its engine moves once.
 """
 
 from __future__ import annotations
