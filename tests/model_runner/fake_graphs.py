@@ -6,6 +6,7 @@ outputs that were given up lie on top of each other.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,11 @@ class FakeCall:
 
     @property
     def is_borrowed(self) -> bool:
+        """Triton's interpreter keeps the arguments of a kernel in cycles, which are collected first."""
+        for generation in range(3):
+            if self.borrowed is None or self.borrowed.expired():
+                return False
+            gc.collect(generation)
         return self.borrowed is not None and not self.borrowed.expired()
 
     def give_up_output(self, track: bool) -> None:
