@@ -28,7 +28,7 @@ class EngineConfig(EngineFlags):
                 changed.add(flag.group)
         if SPECULATION in changed:
             check_speculation(self)
-        if self.num_continuous_decode_steps > 1:
+        if self.num_continuous_decode_steps not in (None, 1):
             check_decode_steps(self)
         if changed & {RANKS, TIERS, LORA}:
             check_parallel_flags(self)

@@ -17,12 +17,16 @@ def check_can_pause(flags: EngineFlags) -> None:
             raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
 
 
+DECIDES_BEHIND_EACH_STEP = (
+    *(("pp", (1,)), ("dp_attention", (False,)), ("speculative", (None,))),
+    *(("disaggregation", (False,)), ("disaggregation_mode", (None, "prefill"))),
+)
+"""Flags, and their values with which decode steps can be launched together."""
+
+
 def check_decode_steps(flags: EngineFlags) -> None:
     """Raise `ValueError` for flags with which each decode step needs a decision."""
-    for name, works in (
-        *(("pp", (1,)), ("dp_attention", (False,)), ("speculative", (None,))),
-        *(("disaggregation", (False,)), ("disaggregation_mode", (None, "prefill"))),
-    ):
+    for name, works in DECIDES_BEHIND_EACH_STEP:
         if getattr(flags, name) not in works:
             raise ValueError(
                 f"num_continuous_decode_steps={flags.num_continuous_decode_steps} does not work with "

@@ -215,13 +215,15 @@ class EngineFlags:
     )
     """The optimized panel only. While prompts queue, first tokens do not wait until the next prefill is
     formed and launched; the GPU waits for the CPU meanwhile."""
-    num_continuous_decode_steps: int = flag(
-        SCHEDULING, 1, "Decode steps that are launched together, without a decision between them.", at_least=1
-    )
+    num_continuous_decode_steps: int | None = flag(
+        SCHEDULING, None, "Decode steps that are launched together, without a decision between them. "
+        "Default: with CUDA graphs of a small model up to 4, else 1.", at_least=1
+    )  # fmt: skip
     """With more the GPU waits less for the CPU, where steps are short. Tokens come in groups, a new request
-    waits for all steps of a group, and one that stops computes tokens of up to two groups in vain. While one
+    waits for all steps of a group, and one that stops computes tokens of up to two groups in vain: so by
+    default a group has at most 64 tokens, and is of a model whose weights take at most 2.5 GB. While one
     request of a batch has a grammar, a penalty, tokens left of min_new_tokens or log-probabilities, all its
-    steps are launched alone; so are mixed steps, and those of a full pool."""
+    steps are launched alone; so are mixed steps, the first step behind a prompt, and those of a full pool."""
     schedule_policy: SchedulePolicyName = flag(SCHEDULING, "fcfs", "The order of waiting requests.")
     """fcfs is fair. lpm and dfs-weight raise the hit rate of the radix cache and may delay requests without a
     hit. lof ends offline work earlier, because long answers start first."""

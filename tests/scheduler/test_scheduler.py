@@ -45,3 +45,19 @@ def test_one_of_two_requests_of_a_prefill_gets_log_probabilities(panel: str, fir
     harness.run()
     for rid in rids:
         harness.expect_what_it_gets_alone(rid)
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 4), (16, 4), (20, 3), (40, 1)])
+def test_steps_together_by_the_number_of_requests(panel: str, num_reqs: int, num_steps: int) -> None:
+    """Where the flag says nothing."""
+    harness = SchedulerHarness(
+        replace={"scheduler": registry.load("scheduler", panel)},
+        num_continuous_decode_steps=None, pool_tokens=1024, max_running_requests=64,
+    )  # fmt: skip
+    rids = [harness.submit([i, 1, 2], 14) for i in range(num_reqs)]
+    harness.run()
+    for rid in rids:
+        harness.expect(rid, 14)
+    nums = [len(output.new_token_ids) for output in harness.log if output.rid == rids[0]]
+    assert [n for n in nums if n] == [1, 1, *[num_steps] * (12 // num_steps)]
