@@ -13,9 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight, Pipeline
 from diptych.optimized.schedule_batch import prepare_for_decode
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config.parallel import DECIDES_BEHIND_EACH_STEP
 from diptych.shared.interfaces import SchedulerFeature, SchedulerParts
+from diptych.shared.loading.quantize import num_weight_bytes
+from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.sampling.logprobs import keep_embeddings, to_token_logprobs
 from diptych.shared.scheduling.pages import num_decode_steps
 from diptych.shared.types import (
@@ -27,6 +33,24 @@ from diptych.shared.types import (
     SpeculationStats,
 )
 
+MOST_BYTES_OF_SHORT_STEPS = 2.5e9
+"""Of weights. A GPU reads them in less time than the CPU takes for a decision and a launch."""
+STEPS_TOGETHER, TOKENS_TOGETHER = 4, 64
+"""Most of a launch, by default."""
+
+
+def has_short_steps(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> bool:
+    """Whether decode steps in CUDA graphs would wait for the CPU."""
+    if device.type != "cuda" or config.disable_cuda_graph or config.num_continuous_decode_steps is not None:
+        return False
+    if any(getattr(config, name) not in works for name, works in DECIDES_BEHIND_EACH_STEP):
+        return False
+    if model_config.linear_attention is not None:  # states are kept at every 256th token, between launches
+        return False
+    shapes = expected_shapes(model_config)
+    num_bytes = num_weight_bytes(shapes, model_config.quantization, model_config.dtype)
+    return num_bytes <= MOST_BYTES_OF_SHORT_STEPS
+
 
 class PlainDecoding(SchedulerFeature):
     def __init__(self, parts: SchedulerParts) -> None:
@@ -37,11 +61,11 @@ class PlainDecoding(SchedulerFeature):
         """Batches that may be in flight when the next one is formed."""
         return 1
 
-    def prepare(self, reqs: list[Req], most_steps: int | None = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
         num_steps, parts = 1, self.parts
-        if most_steps != 1:
+        if most_steps > 1:
             coming = self.pipeline.nums_in_flight(reqs)
             num_steps = num_decode_steps(reqs, most_steps, parts.tree_cache, parts.allocator, coming)
         return prepare_for_decode(reqs, parts, num_steps)

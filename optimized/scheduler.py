@@ -11,7 +11,7 @@ Outputs come one step later.
 
 from __future__ import annotations
 
-from diptych.optimized.decoding import PlainDecoding
+from diptych.optimized.decoding import STEPS_TOGETHER, TOKENS_TOGETHER, PlainDecoding, has_short_steps
 from diptych.optimized.overlap.cached_prompt import CachedPrompt
 from diptych.optimized.overlap.in_flight import BatchInFlight, InFlight
 from diptych.optimized.schedule_batch import prepare_for_extend
@@ -49,6 +49,7 @@ class Scheduler(interface.Scheduler):
         self.requests = Lifecycle(config, model_config, parts, self.decoding, WaitingQueue())
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self.overlaps = not config.disable_overlap_schedule
+        self.has_short_steps = has_short_steps(config, model_config, parts.allocator.device)
 
     def add_request(self, req: Req) -> None:
         self.requests.add(req)
@@ -237,12 +238,19 @@ class Scheduler(interface.Scheduler):
         decodable = self._decodable()
         if not decodable:
             return None
-        batch = self.decoding.prepare(decodable, self.config.num_continuous_decode_steps)
+        batch = self.decoding.prepare(decodable, self._most_steps(len(decodable)))
         if batch is None and not self.pipeline:
             return self._retract_to_decode()  # a batch in flight may end requests, so it is processed before
         if batch is not None:
             self.new_token_ratio.decay()
         return batch
+
+    def _most_steps(self, num_reqs: int) -> int:
+        """Decode steps of one launch. Without the flag as many as pay, and few for the sake of new
+        requests."""
+        if self.config.num_continuous_decode_steps is not None:
+            return self.config.num_continuous_decode_steps
+        return min(STEPS_TOGETHER, max(TOKENS_TOGETHER // num_reqs, 1)) if self.has_short_steps else 1
 
     def _decodable(self) -> list[Req]:
         """The running requests that may produce a token beyond the one in flight."""

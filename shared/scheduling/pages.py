@@ -38,23 +38,19 @@ def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPool
     return allocator.available_size() >= num_tokens
 
 
-STEPS_TOGETHER, TOKENS_TOGETHER = 4, 64
-"""Of a launch, by default: enough for the GPU not to wait, few enough for new requests."""
-
-
 def num_decode_steps(
     reqs: Sequence[Req],
-    most: int | None,
+    most: int,
     tree_cache: PrefixCache,
     allocator: TokenToKVPoolAllocator,
     nums_in_flight: Sequence[int] = (),
 ) -> int:
-    """Decode steps that can be launched together, with room made for them: at most `most`, or as many as pay.
-    One, where the sampler of a request reads earlier tokens or gives more than a token, behind a prompt,
-    whose token waits for what is launched next, or where memory is short. No request comes to its greatest
-    length before the last step. nums_in_flight: tokens of each that it does not have yet."""
+    """Decode steps that can be launched together, at most `most`, with room made for them. One, where the
+    sampler of a request reads earlier tokens or gives more than a token, behind a prompt, whose token waits
+    for what is launched next, or where memory is short. No request comes to its greatest length before the
+    last step. nums_in_flight: tokens of each that it does not have yet."""
     # --8<-- [start:num-decode-steps]
-    num_steps = most or min(STEPS_TOGETHER, max(TOKENS_TOGETHER // len(reqs), 1))
+    num_steps = most
     for req, num_in_flight in zip(reqs, nums_in_flight or repeat(0)):
         params, num_tokens = req.sampling_params, len(req.output_ids) + num_in_flight
         if req.needs_output or params.needs_penalty or params.return_logprob:

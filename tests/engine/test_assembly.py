@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,27 +85,3 @@ def test_other_errors_stay_as_they_are() -> None:
 
     with pytest.raises(RuntimeError, match=r"^on purpose$"):
         assemble(EngineConfig(device="cpu", max_total_tokens=64), replace={"schedule_policy": Broken})
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_large", "num_steps"),
-    [
-        ({}, False, None),  # by the number of requests
-        ({"num_continuous_decode_steps": 2}, False, 2),
-        ({"panel": "reference"}, False, 1),
-        ({"device": "cpu"}, False, 1),
-        ({"disable_cuda_graph": True}, False, 1),
-        ({"pp": 2}, False, 1),
-        ({"speculative": "ngram"}, False, 1),
-        ({}, True, 1),
-        ({"num_continuous_decode_steps": 2}, True, 2),
-    ],
-    ids=str,
-)
-def test_short_steps_are_launched_together(
-    flags: dict[str, Any], is_large: bool, num_steps: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = replace(MODEL, vocab_size=10**7) if is_large else MODEL
-    config = EngineConfig(**{"device": "cuda", "panel": "optimized"} | flags)
-    assert resolve_config(config, model).num_continuous_decode_steps == num_steps

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 
+from diptych.optimized import scheduler
+from diptych.optimized.decoding import has_short_steps
 from diptych.shared import registry
+from diptych.shared.config import EngineConfig, read_config
+from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.scheduling.admission import DECAY_STEPS, NewTokenRatio
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 
@@ -47,17 +54,38 @@ def test_one_of_two_requests_of_a_prefill_gets_log_probabilities(panel: str, fir
         harness.expect_what_it_gets_alone(rid)
 
 
-@pytest.mark.parametrize("panel", ["reference", "optimized"])
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 4), (16, 4), (20, 3), (40, 1)])
-def test_steps_together_by_the_number_of_requests(panel: str, num_reqs: int, num_steps: int) -> None:
+def test_short_steps_are_launched_together(
+    num_reqs: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the flag says nothing."""
+    monkeypatch.setattr(scheduler, "has_short_steps", lambda *of_engine: True)
     harness = SchedulerHarness(
-        replace={"scheduler": registry.load("scheduler", panel)},
-        num_continuous_decode_steps=None, pool_tokens=1024, max_running_requests=64,
-    )  # fmt: skip
+        replace={"scheduler": scheduler.Scheduler}, pool_tokens=1024, max_running_requests=64
+    )
     rids = [harness.submit([i, 1, 2], 14) for i in range(num_reqs)]
     harness.run()
     for rid in rids:
         harness.expect(rid, 14)
     nums = [len(output.new_token_ids) for output in harness.log if output.rid == rids[0]]
     assert [n for n in nums if n] == [1, 1, *[num_steps] * (12 // num_steps)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_large", "expected"),
+    [
+        ({}, False, True),
+        ({"num_continuous_decode_steps": 2}, False, False),
+        ({"disable_cuda_graph": True}, False, False),
+        ({"pp": 2}, False, False),
+        ({"speculative": "ngram"}, False, False),
+        ({}, True, False),
+    ],
+    ids=str,
+)
+def test_which_engines_have_short_steps(flags: dict[str, Any], is_large: bool, expected: bool) -> None:
+    model = read_config(ASSETS / "tiny-dense")
+    if is_large:
+        model = replace(model, vocab_size=10**7)
+    assert has_short_steps(EngineConfig(**flags), model, torch.device("cuda")) is expected
+    assert not has_short_steps(EngineConfig(**flags), model, torch.device("cpu"))

@@ -13,15 +13,13 @@ import torch
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.config.hf_rope import for_context
-from diptych.shared.config.parallel import DECIDES_BEHIND_EACH_STEP
 from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.interfaces import Collectives
 from diptych.shared.loading.kv_scales import kv_cache_of
 from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config, with_draft_block
 from diptych.shared.loading.model_path import load_tokenizer, resolve_model_path
-from diptych.shared.loading.quantize import num_weight_bytes, with_quantization
-from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.quantize import with_quantization
 from diptych.shared.parallel.grid import groups_of, tp_of
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.types.attention import KVScales
@@ -149,25 +147,7 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     if panel == "optimized" and not registry.runs_triton(device):
         raise ValueError(f"panel=optimized {registry.NO_TRITON}, and the device is {device}")
     config = with_draft_block(config, model_config)
-    config = config.updated(device=device, panel=panel, context_len=context_len)
-    if config.num_continuous_decode_steps is None and not _has_short_steps(config, model_config):
-        config = config.updated(num_continuous_decode_steps=1)
-    return config
-
-
-MOST_BYTES_OF_SHORT_STEPS = 2.5e9
-"""Of weights. A GPU reads them faster than a CPU decides on a step and launches it."""
-
-
-def _has_short_steps(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether several decode steps of a few requests are to be launched together."""
-    has_graphs = str(config.device).startswith("cuda") and not config.disable_cuda_graph
-    if config.panel != "optimized" or not has_graphs:
-        return False
-    if any(getattr(config, name) not in works for name, works in DECIDES_BEHIND_EACH_STEP):
-        return False
-    shapes, dtype = expected_shapes(model_config), dtype_of(config, model_config)
-    return num_weight_bytes(shapes, model_config.quantization, dtype) <= MOST_BYTES_OF_SHORT_STEPS
+    return config.updated(device=device, panel=panel, context_len=context_len)
 
 
 def dtype_of(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

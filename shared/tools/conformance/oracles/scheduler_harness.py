@@ -94,7 +94,7 @@ class SchedulerHarness:
         def component(name: str) -> Any:
             return (replace or {}).get(name) or registry.load(name, "reference")
 
-        flags = {"max_running_requests": 16, "num_continuous_decode_steps": 1} | flags
+        flags.setdefault("max_running_requests", 16)
         self.config = EngineConfig(context_len=context_len, max_total_tokens=pool_tokens, **flags)
         pools, page_size = component("memory_pool"), self.config.page_size
         drafter = AheadDrafter if runs_ahead else LedgerDrafter
