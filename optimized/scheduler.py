@@ -246,7 +246,7 @@ class Scheduler(interface.Scheduler):
         return batch
 
     def _most_steps(self, num_reqs: int) -> int:
-        """Decode steps of one launch. Without the flag as many as pay, and few for the sake of new
+        """Decode steps of one launch. Without the flag as many as pay, and few for new
         requests."""
         if self.config.num_continuous_decode_steps is not None:
             return self.config.num_continuous_decode_steps

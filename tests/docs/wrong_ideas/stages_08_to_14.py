@@ -54,7 +54,7 @@ W("09", "an error of the model ends the loop",
   "failures", "failing-forward", "ends its requests", (("            self._fail(batch, error)\n            return False", "            raise"),))
 W("09", "one batch may always be in flight",
   "speculation", "any-shape", "in each step", (("num_ahead = self._num_ahead()", "num_ahead = 1"),))
-W("09", "a step gives a request one token", "speculation", "any-shape", "whole list",
+W("09", "a step gives a request one token", "many requests", "steps-together", "whole list",
   (("req, token_ids, logprobs)\n            if token", "req, token_ids[:1], logprobs[:1])\n            if token"),))
 
 W("10", "the probabilities of the candidates add up to 1",
