@@ -99,8 +99,8 @@ pytest-all: $(VENV)/.installed-test
 # The reports are what docs/generators/record_gpu_tests.py records.
 GPU_REPORTS = build/gpu-tests
 OF_GPU = gpu and not gpus or contract
-ON_GPU = $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist load --maxschedchunk 2 --junitxml $(GPU_REPORTS)/one.xml -m
-ON_GPUS = $(BIN)/python -m pytest -n 3 -m gpus tests/gpu --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
+ON_GPU = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist load --maxschedchunk 2 --junitxml $(GPU_REPORTS)/one.xml -m
+ON_GPUS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 -m gpus tests/gpu --junitxml $(GPU_REPORTS)/several.xml || [ $$? -eq 5 ]
 
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +32,20 @@ from tests.house.tree import ROOT
 
 LOCKS = Path(tempfile.gettempdir(), f"diptych-kernels-{os.getuid()}")
 BUILD_LOG = ROOT / "build" / "gpu-tests" / "flashinfer.txt"
+ANSWERS = ROOT / "build" / "gpu-tests" / "answers"
+"""What one worker has computed for all (tests/gpu/harness.py)."""
 LOST = "AcceleratorError"
 """torch's name of an error after which the CUDA context of the process is unusable."""
 FIRST = ("tests/gpu/test_soak.py", "tests/gpu/test_compilations.py", "tests/kernels/")
 """Long tests, and tests of many kernels."""
+LONG = (
+    "tests/gpu/test_soak.py",
+    "tests/gpu/test_lockstep.py",
+    "tests/gpu/test_accuracy.py",
+    "tests/gpu/test_structured_output.py",
+    "tests/kernel_check/",
+)
+"""Those of a part of the order that begin first, so that none is left when the others have ended."""
 MAY_COMPILE = ("flashinfer", "fa3", "optimized")
 """Backends of attention that use FlashInfer; the default backend uses FA3 for prompts."""
 
@@ -59,13 +70,21 @@ OF_GPU = re.compile(r"mark\.(gpus?|contract)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without a test of a GPU, when only such tests are asked for: each worker would import them all
-    and make 25,000 tests, for half a minute."""
+    """Files and folders without a test of a GPU, when only such tests are asked for: each worker would import
+    them all, with what only they need, and make 25,000 tests, for half a minute."""
     wanted = "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr.replace(
         "not gpus", ""
     )
-    has_name = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if wanted and has_name and not OF_GPU.search(collection_path.read_text("utf-8")) else None
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (
+        True if wanted and (is_test or collection_path.is_dir()) and not _is_of_gpu(collection_path) else None
+    )
+
+
+def _is_of_gpu(path: Path) -> bool:
+    if path.is_dir():
+        return any(map(_is_of_gpu, path.rglob("test_*.py")))
+    return OF_GPU.search(path.read_text("utf-8")) is not None
 
 
 def rank(item: pytest.Item) -> int:
@@ -83,12 +102,14 @@ def rank(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within a part of the order tests are shuffled: neighbours need the same kernel, and would all wait for
-    the one that compiles it. The whole grids come after all that `make test` has of them."""
+    """Within a part of the order long tests come first. Neighbours are shuffled: they need the same kernel,
+    and would all wait for the one that compiles it. The whole grids come after all that `make test` has of
+    them."""
     items.sort(
         key=lambda item: (
             item.get_closest_marker("full") is not None,
             rank(item),
+            not item.nodeid.startswith(LONG),
             hashlib.sha256(item.nodeid.encode()).digest(),
         )
     )
@@ -108,6 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
     markers, option = config.option.markexpr, config.option
     is_worker = hasattr(config, "workerinput")
     starts_workers = getattr(option, "numprocesses", None) and not is_worker and not option.collectonly
+    if starts_workers:
+        shutil.rmtree(ANSWERS, ignore_errors=True)
     if starts_workers and "gpu" in markers and markers != "gpus" and _has_flashinfer():
         BUILD_LOG.parent.mkdir(parents=True, exist_ok=True)
         with BUILD_LOG.open("w") as log:

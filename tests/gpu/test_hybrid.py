@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from diptych.shared.tools.conformance.oracles.linear_batches import LinearCase
 from diptych.shared.types import GenerateOutput, SamplingParams
 from tests.engine.deterministic_answers import expect_same_bits
 
-from .harness import name_of, optimized
+from .harness import computed_once, name_of, optimized
 
 pytestmark = pytest.mark.gpu
 
@@ -90,12 +90,13 @@ def of_optimized(model: str, dtype: str = "float32", **flags: Any) -> LLM:
     return optimized(model, "triton", dtype=dtype, **{"max_total_tokens": 2048, **flags})
 
 
-@cache
-def expected_answers(model: str) -> tuple[GenerateOutput, ...]:
+@computed_once
+def expected_answers(name: str) -> tuple[GenerateOutput, ...]:
     """Answers of the reference on the CPU, with the log-probability of each token."""
-    llm = of_reference(model, dtype="float32")
     params = GREEDY.updated(return_logprob=True)
-    return tuple(llm.generate(prompts_of(*PROMPT_LENS), params, progress=False))
+    with TemporaryDirectory() as folder:
+        llm = of_reference(str(write_checkpoint(Path(folder, name), name)), dtype="float32")
+        return tuple(llm.generate(prompts_of(*PROMPT_LENS), params, progress=False))
 
 
 def logprobs(output: GenerateOutput) -> torch.Tensor:
@@ -110,10 +111,7 @@ def test_float32_answers_are_the_references(
     name: str, flags: dict[str, Any], folders: dict[str, str]
 ) -> None:
     """Twice: the second run finds rows that others have used, and states in the prefix cache."""
-    llm, expected = (
-        of_optimized(folders[name], check_invariants=True, **flags),
-        expected_answers(folders[name]),
-    )
+    llm, expected = of_optimized(folders[name], check_invariants=True, **flags), expected_answers(name)
     params = GREEDY.updated(return_logprob=True)
     for i in range(2):
         outputs = llm.generate(prompts_of(*PROMPT_LENS), params, progress=False)
@@ -166,7 +164,7 @@ def test_deterministic_answers_have_the_bits_of_a_cold_request(
 
 def test_retracted_and_aborted_requests_leave_nothing(folders: dict[str, str]) -> None:
     llm, (prompt,) = of_optimized(folders["wide"], check_invariants=True), prompts_of(PROMPT_LENS[0])
-    expected = expected_answers(folders["wide"])[0].output_ids
+    expected = expected_answers("wide")[0].output_ids
     for steps in (1, 2, 3, 6):
         collector = llm.submit(prompt, GREEDY)[0]
         for _ in range(steps):

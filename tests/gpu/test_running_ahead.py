@@ -13,7 +13,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expect_answers, prompts
 from diptych.shared.types import SamplingParams
 
-from .harness import OPTIMIZED, name_of, optimized, reference_answers
+from .harness import CYCLES_PER_SECOND, OPTIMIZED, name_of, optimized, reference_answers
 from .test_scheduler import SAMPLED, Checked, no_waiting, scheduler_of
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_the_next_round_is_queued_while_one_runs() -> None:
     assert isinstance(streams, CudaStreams)
     pipeline.batches[0].results.wait()  # type: ignore[union-attr]
     with torch.cuda.stream(streams.forward_stream):
-        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        torch.cuda._sleep(CYCLES_PER_SECOND // 2)
     llm.step()
     assert isinstance(pipeline.batches[-1], RoundInFlight)
     last = pipeline.batches[-1].results

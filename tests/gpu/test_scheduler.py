@@ -16,7 +16,7 @@ from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expec
 from diptych.shared.types import SamplingParams
 from tests.dispatch_recorder import DispatchRecord
 
-from .harness import MODELS, OPTIMIZED, name_of, optimized, reference, reference_answers
+from .harness import CYCLES_PER_SECOND, MODELS, OPTIMIZED, name_of, optimized, reference, reference_answers
 
 pytestmark = pytest.mark.gpu
 
@@ -166,7 +166,7 @@ def test_the_next_batch_is_queued_while_one_runs() -> None:
     assert isinstance(streams, CudaStreams)
     pipeline.batches[0].results.wait()  # type: ignore[union-attr]
     with torch.cuda.stream(streams.forward_stream):
-        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        torch.cuda._sleep(CYCLES_PER_SECOND // 2)
     llm.step()
     last = pipeline.batches[-1].results
     assert not last.arrived.query(), "the step waited for its own batch"  # type: ignore[union-attr]

@@ -21,8 +21,8 @@ from tests.gpu import flashinfer_modules, harness, session
 from tests.gpu.flashinfer_modules import BUILT, EXPERTS, Module, missing, modules_of
 from tests.house.tree import ROOT
 
-READ_AND_NOT = ("gpu/test_waits.py", "gpu/test_session.py", "conftest.py")
-"""A file with such tests, one without, and one that is no test."""
+READ_AND_NOT = ("gpu/test_waits.py", "gpu/test_session.py", "conftest.py", "gpu", "docs")
+"""A file with such tests, one without, one that is no test, and folders with and without such tests."""
 
 
 class Source:
@@ -79,6 +79,50 @@ def test_tests_that_wait_for_a_compiler_come_last() -> None:
     assert sorted(shuffled, key=session.rank) == ordered
 
 
+def test_one_worker_computes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+
+    def function(number: int) -> int:
+        computed.append(number)
+        return number + 1
+
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "run")
+    first, second = (harness.computed_once(function, tmp_path) for _ in range(2))
+    assert [first(1), second(1), second(2), first(2)] == [2, 2, 3, 3]
+    assert computed == [1, 2]
+
+
+class Device:
+    """Stands in for `torch.cuda` and for an event that ends with the device's work."""
+
+    def __init__(self) -> None:
+        self.now = self.busy_until = 0.0
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.busy_until)
+
+    def _sleep(self, cycles: int) -> None:
+        self.busy_until = self.now + cycles / harness.CYCLES_PER_SECOND
+
+    def Event(self) -> Any:
+        return SimpleNamespace(record=lambda: None, query=lambda: self.now >= self.busy_until)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0.01, False), (0.5, False), (0.01, True)])
+def test_a_launch_that_waits_is_told_from_a_slow_one(
+    seconds: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+
+    def launch() -> None:
+        device.now += seconds
+        if waits:
+            device.synchronize()
+
+    monkeypatch.setattr(harness, "torch", SimpleNamespace(cuda=device))
+    assert harness.is_launched_without_waiting(launch) == (not waits)
+
+
 def test_files_without_tests_of_a_gpu_are_not_read() -> None:
     """The mark stands in the file of the test: another one cannot hand it on."""
     files = [
@@ -88,7 +132,7 @@ def test_files_without_tests_of_a_gpu_are_not_read() -> None:
     for expression, is_left_out in (("gpu and not gpus or contract", True), ("not gpu", False), ("", False)):
         config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
         ends = [session.pytest_ignore_collect(ROOT / "tests" / name, config) for name in READ_AND_NOT]
-        assert ends == [None, True if is_left_out else None, None]
+        assert ends == [None, True if is_left_out else None, None, None, True if is_left_out else None]
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
+from diptych.shared.tools.conformance.whole_engine.soak import Soak
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
-def test_rounds_hold(model: str) -> None:
+def test_rounds_hold(model: str, seed: int) -> None:
     use = {"scheduler": "optimized", "memory_pool": "optimized"}
     flags = {"model": model, "device": "cuda", "panel": "optimized", "use": use, "skip_warmup": True}
-    soak, total = Soak(flags), Tally()
-    for seed in range(3):
-        total = total.plus(soak.round(seed))
-    assert total.num_requests > 60
-    assert total.num_retractions > 0
-    assert total.num_cut < total.num_requests / 2
+    tally = Soak(flags).round(seed)
+    assert tally.num_requests > 20
+    assert tally.num_retractions > 0
+    assert tally.num_cut < tally.num_requests

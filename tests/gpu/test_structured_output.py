@@ -10,7 +10,7 @@ from diptych.shared.engine.llm import LLM
 from tests.grammar.test_llm import answers
 from tests.grammar.test_processors import count_up, no_repeats, run
 
-from .harness import name_of, optimized, reference
+from .harness import computed_once, name_of, optimized, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -24,19 +24,16 @@ SWITCHES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
+@computed_once
 def expected() -> tuple[list[list[int]], list[list[int]]]:
     llm = reference("tiny-dense", dtype="float32")
     return answers(llm), run(llm, None, no_repeats, count_up)
 
 
 @pytest.mark.parametrize("flags", SWITCHES, ids=name_of)
-def test_answers_are_the_references(
-    expected: tuple[list[list[int]], list[list[int]]], flags: dict[str, Any]
-) -> None:
+def test_answers_are_the_references(flags: dict[str, Any]) -> None:
     llm = optimized("tiny-dense", **FLAGS, **flags)
-    assert answers(llm) == expected[0]
-    assert run(llm, None, no_repeats, count_up) == expected[1]
+    assert (answers(llm), run(llm, None, no_repeats, count_up)) == expected()
     assert num_replays(llm) > 0
 
 

@@ -150,7 +150,7 @@ class Lockstep:
                 for only, one in zip(self.outcome.only, (tensor, b.tokens.tensors[op])):
                     only.add(f"{op} {list(one.shape[1:])}")
                 continue
-            rows_a, rows_b = tensor[rows[0]].cpu(), b.tokens.tensors[op][rows[1]].cpu()
+            rows_a, rows_b = tensor[rows[0]], b.tokens.tensors[op][rows[1]]
             if records[0].kinds[op] == EXPERTS and not self.is_exact:
                 self._level_experts(records, op, keys, rows, (rows_a, rows_b))
                 kept = [i for i, key in enumerate(keys) if key[0] not in self.given_up]
@@ -190,11 +190,11 @@ class Lockstep:
             return None
         rows = [a[key] for key in both], [b[key] for key in both]
         heads = records[0].heads.tensors, records[1].heads.tensors
-        logits = heads[0][LOGITS][rows[0]].cpu(), heads[1][LOGITS][rows[1]].cpu()
+        logits = heads[0][LOGITS][rows[0]], heads[1][LOGITS][rows[1]]
         divergence = self._compare_rows(records, LOGITS, both, *logits)
         if divergence is not None or SAMPLED_IDS not in heads[0] or SAMPLED_IDS not in heads[1]:
             return divergence
-        ids = heads[0][SAMPLED_IDS][rows[0]].cpu(), heads[1][SAMPLED_IDS][rows[1]].cpu()
+        ids = heads[0][SAMPLED_IDS][rows[0]], heads[1][SAMPLED_IDS][rows[1]]
         for i, key in enumerate(both):
             id_a, id_b = int(ids[0][i]), int(ids[1][i])
             gap = self._gap(logits[0][i], logits[1][i], id_a, id_b)
@@ -251,7 +251,7 @@ class Lockstep:
         for op, tensor in records[0].tokens.tensors.items():
             other = records[1].tokens.tensors.get(op)
             if other is not None and other[0].numel() == tensor[0].numel():
-                a, b = tensor[row_a].cpu(), other[row_b].cpu()
+                a, b = tensor[row_a], other[row_b]
                 errors[op] = error_ratio(a, b.view_as(a))
         return errors
 

@@ -36,6 +36,7 @@ ForceExperts = Callable[[str, list["Key | None"], torch.Tensor, TopKOutput], Top
 ForceOp = Callable[[str, str, list["Key | None"]], "torch.Tensor | None"]
 
 INPUT_IDS, LOGITS, SAMPLED_IDS = "input_ids", "logits", "sampled_ids"
+OPS_PER_COPY = 64
 EXPERTS = "experts"  # a kind of op: ids, the choice of a router
 
 
@@ -46,6 +47,19 @@ class Rows:
 
     keys: list[Key | None]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # op -> [len(keys), ...], as executed
+
+    def to_cpu(self) -> None:
+        """Copies many tensors at a time: each copy waits for the device, for long where processes share
+        it."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for op, tensor in self.tensors.items():
+            by_dtype.setdefault(tensor.dtype, []).append(op)
+        for ops in by_dtype.values():
+            for first in range(0, len(ops), OPS_PER_COPY):
+                some = ops[first : first + OPS_PER_COPY]
+                flat = torch.cat([self.tensors[op].flatten() for op in some]).cpu()
+                parts = flat.split([self.tensors[op].numel() for op in some])
+                self.tensors.update({op: x.view_as(self.tensors[op]) for op, x in zip(some, parts)})
 
 
 @dataclass

@@ -48,6 +48,8 @@ class Side:
         self.llm.step()
         self.num_idle_steps += 1
         for record in self.recorder.take():
+            record.tokens.to_cpu()
+            record.heads.to_cpu()
             self.num_steps = record.step
             self.history.append(record)
             self.chosen_experts.note(record)
