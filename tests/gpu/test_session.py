@@ -109,7 +109,7 @@ class Device:
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(0.01, False), (0.5, False), (0.01, True)])
-def test_a_launch_that_waits_is_told_from_a_slow_one(
+def test_a_launch_that_waits_differs_from_a_slow_one(
     seconds: float, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
