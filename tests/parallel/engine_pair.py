@@ -23,7 +23,7 @@ from diptych.shared.scheduling.invariants import check_idle
 from diptych.shared.types import (
     Req,
 )
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.tiny_ranks import answers_of_one, make_config, requests
 
 SECONDS = 20.0
 
@@ -126,7 +126,7 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
 
 
 def expected_of(config: EngineConfig) -> list[Req]:
-    return answers(assemble(config))
+    return answers_of_one(config)
 
 
 STATES = ["waiting", "allocated", "prefill", "copying", "scheduled"]

@@ -28,7 +28,7 @@ from tests.parallel import test_quantized_ranks as quantized
 from tests.parallel.test_dp_attention import MIXES, PANELS
 from tests.parallel.test_drafts_in_step import DRAFTS, EAGLE3, Seen
 from tests.parallel.test_families import FAMILIES
-from tests.parallel.tiny_ranks import answers, make_config, of_replicas
+from tests.parallel.tiny_ranks import answers_of_one, make_config, of_replicas
 from tests.planted import Bug, Bugs
 
 QWEN, DEEPSEEK = "qwen3-moe", "deepseek-v3"
@@ -82,7 +82,7 @@ def test_replicas_of_two_ranks_answer_as_one(
 def differ_from_one_rank(model: str, ep: int = 2, only: tuple[str, ...] = (), **flags: Any) -> bool:
     """Two replicas of two ranks. Ranks of a replica have the same answers."""
     alone = {name: value for name, value in flags.items() if not name.startswith("speculative")}
-    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(model, **alone)))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(make_config(model, **alone))}
     found, replicas = of_replicas(make_config(model, tp=2, **flags), 2, ep=ep, only=only)
     assert len(found) == 2 * len(only or expected)
     num_passes = {replica.runner.num_passes for replica in replicas}
@@ -135,7 +135,7 @@ def test_all_ranks_replay_steps_of_one_size(models: dict[str, str], monkeypatch:
 
     monkeypatch.setattr(dp_attention, "graphs_of_runner", graphs)
     flags: dict[str, Any] = {"cuda_graph_bs": [1, 2], "max_running_requests": 2}
-    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(models[QWEN], **flags)))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(make_config(models[QWEN], **flags))}
     config = make_config(models[QWEN], panel="optimized", tp=2, **flags)
     reqs, replicas = of_replicas(config, 2, ep=2, in_turn=True, only=("r0",))
     assert [req.output_ids for req in reqs] == [expected["r0"]] * 2

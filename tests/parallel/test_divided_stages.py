@@ -32,7 +32,7 @@ from tests.parallel.test_pipeline_parallel import (
     under_way,
 )
 from tests.parallel.test_quantized_ranks import SIZES
-from tests.parallel.tiny_ranks import QWEN3_MOE, answers, make_config
+from tests.parallel.tiny_ranks import QWEN3_MOE, answers_of_one, make_config
 from tests.planted import Bug, Bugs
 
 FAST = {("llama", "whole"), ("qwen3-moe", "chunks")}
@@ -49,7 +49,7 @@ FAST = {("llama", "whole"), ("qwen3-moe", "chunks")}
 )
 def test_divided_stages_answer_as_one(folders: dict[str, str], model: str, flags: str, panel: str) -> None:
     """Requests are retracted while their batches are in flight."""
-    expected = answers(assemble(make_config(folders[model], **FLAGS[flags])))
+    expected = answers_of_one(make_config(folders[model], **FLAGS[flags]))
     runs = of_stages(make_config(folders[model], tp=2, **FLAGS[flags], **PANELS[panel]), 2, retract_some)
     for run in runs:
         assert output_ids(run.reqs) == output_ids(expected)
@@ -141,7 +141,7 @@ for _name, (_where, _wrong) in {
 def test_a_planted_bug_changes_the_answers(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    expected = output_ids(answers(assemble(make_config(folders["llama"]))))
+    expected = output_ids(answers_of_one(make_config(folders["llama"])))
     bug.plant_in(monkeypatch)
     panel = "optimized" if "ahead" in bug.name else "reference"
     config = make_config(folders["llama"], tp=2, **PANELS[panel])

@@ -32,7 +32,7 @@ from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.tiny_ranks import answers_of_one, make_config, requests
 from tests.planted import Bug, Bugs
 
 MIXES: dict[str, dict[str, Any]] = {
@@ -191,7 +191,7 @@ def test_replicas_in_step_answer_as_one(folders: dict[str, str], mix: str, size:
     flags = MIXES[mix] | PANELS[panel]
     ep = flags.pop("ep", 1)
     config = make_config(folders["qwen3-moe"], **flags)
-    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(config)}
     controller = in_threads(config.updated(dp=size, ep=ep, dp_attention=True), size)
     assert run_all(controller, requests()) == expected
     assert run_all(controller, requests()[:1]) == {"r0": expected["r0"]}  # the others are idle
@@ -262,7 +262,7 @@ def test_the_replicas_that_are_started_together(
     monkeypatch.setattr(replicas_in_step, "reported_end", lambda inbox: suppress(Exception))
     monkeypatch.setattr(replicas_in_step, "REPORT_SECONDS", 0.01)
     config = make_config(folders["qwen3-moe"])
-    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(config)}
     controller: Any = assemble_in_step(config.updated(dp=2, dp_attention=True), 20.0).scheduler
     assert [replica.name for replica in controller.replicas] == ["replica 0", "replica 1"]
     assert run_all(controller, requests()) == expected

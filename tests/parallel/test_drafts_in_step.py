@@ -13,14 +13,13 @@ from diptych.optimized.parallel import dp_attention
 from diptych.optimized.parallel.dp_attention import PassDispatch
 from diptych.reference.parallel.dp_attention import PassDispatch as PassDispatchOfReference
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.in_step import DispatchInStep, PassTokens
 from tests.model_runner.fake_graphs import FakeGraphs
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS, in_threads, run_all
-from tests.parallel.tiny_ranks import EAGLE, answers, make_config, of_replicas, requests
+from tests.parallel.tiny_ranks import EAGLE, answers_of_one, make_config, of_replicas, requests
 from tests.planted import Bug, Bugs
 
 CHAINS = {"speculative": "ngram", "speculative_topk": 1, "speculative_num_draft_tokens": 4}
@@ -46,7 +45,7 @@ def config_of(folders: dict[str, str], **flags: Any) -> EngineConfig:
 
 def expected_of(folders: dict[str, str]) -> dict[str, list[int]]:
     """Without drafts."""
-    return {req.rid: req.output_ids for req in answers(assemble(config_of(folders)))}
+    return {req.rid: req.output_ids for req in answers_of_one(config_of(folders))}
 
 
 class Seen:

@@ -36,7 +36,7 @@ from diptych.shared.parallel.survivors import Survivors
 from diptych.shared.types import FinishError
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.tiny_ranks import answers_of_one, make_config, requests
 from tests.planted import Bug, Bugs
 
 ELASTIC: dict[str, Any] = {
@@ -137,7 +137,7 @@ def dispatch_of(scheduler: ScheduleInStep) -> Any:
 
 def check_answers(model: str, found: dict[str, list[int]], errors: dict[str, str]) -> None:
     """The requests of replicas that have died end with an error, and no other one differs from one rank's."""
-    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(model)))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(make_config(model))}
     assert {rid: ids for rid, ids in found.items() if rid not in errors} == {
         rid: ids for rid, ids in expected.items() if rid not in errors
     }
@@ -234,7 +234,7 @@ def test_forms(folders: dict[str, str], panel: str, form: str) -> None:
         flags = {"quantization": "fp8"}
     model = folders["qwen3-moe"]
     config = make_config(model, **(flags | PANELS[panel]))
-    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(model, **flags)))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(make_config(model, **flags))}
     controller, _ = in_threads(config.updated(**ELASTIC), {1: DEATHS["in a layer"]})
     found, errors = run_all(controller)
     assert all(found[rid] == expected[rid] for rid in expected if rid not in errors)

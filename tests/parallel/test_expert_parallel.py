@@ -18,7 +18,7 @@ from diptych.shared.parallel.expert_map import ExpertPlacement
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
-from tests.parallel.tiny_ranks import answers, make_config
+from tests.parallel.tiny_ranks import answers, answers_of_one, make_config
 from tests.planted import Bug, Bugs
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
@@ -62,7 +62,7 @@ def grid() -> list[Any]:
 @pytest.mark.parametrize(("kind", "size", "flags"), grid())
 def test_ranks_answer_as_one(folders: dict[str, str], kind: str, size: int, flags: str) -> None:
     config = make_config(folders["qwen3-moe"], **FLAGS[flags])
-    expected = output_ids(answers(assemble(config)))
+    expected = output_ids(answers_of_one(config))
     use = {**config.use, **EP[kind].get("use", {})}
     for assembly, reqs in of_ranks(config, size, **{**EP[kind], "use": use}):
         assert output_ids(reqs) == expected
@@ -74,7 +74,7 @@ def test_ranks_answer_as_one(folders: dict[str, str], kind: str, size: int, flag
 @pytest.mark.parametrize("method", ["int4", "fp8"])
 def test_quantized_experts_move_with_their_scales(folders: dict[str, str], method: str) -> None:
     config = make_config(folders["qwen3-moe"], quantization=method)
-    expected = output_ids(answers(assemble(config)))
+    expected = output_ids(answers_of_one(config))
     for assembly, reqs in of_ranks(config, 2, **EP["rebalanced"]):
         assert output_ids(reqs) == expected
         assert assembly.experts is not None
@@ -157,7 +157,7 @@ def test_a_planted_bug_changes_the_answers(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     config = make_config(folders["qwen3-moe"])
-    expected = output_ids(answers(assemble(config)))
+    expected = output_ids(answers_of_one(config))
     bug.plant_in(monkeypatch)
     found = of_ranks(config, 2, **EP["rebalanced"])
     return [output_ids(reqs) for _, reqs in found] != [expected] * 2

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from diptych.optimized.parallel.dp_attention import PassDispatch
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
 from diptych.shared.interfaces import MoE
@@ -17,7 +16,7 @@ from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep, PassT
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS, Seen
-from tests.parallel.tiny_ranks import answers, make_config, of_replicas
+from tests.parallel.tiny_ranks import answers_of_one, make_config, of_replicas
 from tests.planted import Bug, Bugs
 
 MOVE: dict[str, Any] = {"ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 2}
@@ -42,7 +41,7 @@ def experts_of(replica: ScheduleInStep) -> ExpertManager:
 
 
 def expected_of(model: str) -> dict[str, list[int]]:
-    return {req.rid: req.output_ids for req in answers(assemble(make_config(model)))}
+    return {req.rid: req.output_ids for req in answers_of_one(make_config(model))}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from diptych.optimized.graphs import decode_graph
 from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
 from diptych.optimized.parallel import dp_attention
 from diptych.optimized.parallel.dp_attention import PassDispatch, find_by_torch
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
 from diptych.shared.interfaces import FusedExperts, TopKOutput
@@ -19,7 +18,7 @@ from diptych.shared.parallel.in_step import PassTokens
 from tests.model_runner.fake_graphs import FakeGraphs
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS
-from tests.parallel.tiny_ranks import answers, make_config, of_replicas
+from tests.parallel.tiny_ranks import answers_of_one, make_config, of_replicas
 from tests.planted import Bug, Bugs
 
 SIZES = [1, 2, 4]
@@ -49,7 +48,7 @@ def test_replicas_replay_steps_of_one_size(folders: dict[str, str], monkeypatch:
         dp_attention, "graphs_of_runner", lambda model, device, ranks: FakeGraphs(device, ranks)
     )
     config = make_config(folders["qwen3-moe"], cuda_graph_bs=SIZES, max_running_requests=4)
-    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(config)}
     reqs, replicas = of_replicas(config.updated(panel="optimized"), 2, ep=2, in_turn=True, only=("r0", "r2"))
     assert {req.rid: req.output_ids for req in reqs} == {rid: expected[rid] for rid in ("r0", "r2")}
     counts = {(each.runner.num_passes, each.runner.replays.steps) for each in replicas}
@@ -149,7 +148,7 @@ def test_a_planted_bug_changes_the_answers(
 ) -> Any:
     config = make_config(folders["qwen3-moe"], cuda_graph_bs=SIZES, max_running_requests=4)
     config = config.updated(check_invariants=False)
-    expected = [req.output_ids for req in answers(assemble(config))]
+    expected = [req.output_ids for req in answers_of_one(config)]
     bug.plant_in(monkeypatch)
     try:
         reqs, _ = of_replicas(config.updated(**PANELS["optimized"]), 2, seconds=3.0, impl=StrictRanks)

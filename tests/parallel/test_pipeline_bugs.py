@@ -11,11 +11,10 @@ import torch
 from diptych.optimized.parallel import pipeline as optimized
 from diptych.optimized.parallel.stage_model import Entry
 from diptych.reference.parallel.pipeline import PipelineScheduler, Stage
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.loading.pipeline_stages import layers_of
 from diptych.shared.types import Req
 from tests.parallel.test_pipeline_parallel import PANELS, of_stages, output_ids, retract_some
-from tests.parallel.tiny_ranks import answers, make_config
+from tests.parallel.tiny_ranks import answers_of_one, make_config
 from tests.planted import Bug, Bugs
 
 
@@ -107,7 +106,7 @@ def test_a_planted_bug_changes_the_answers(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     alone = make_config(folders["llama"]).updated(check_invariants=False)
-    expected = output_ids(answers(assemble(alone)))
+    expected = output_ids(answers_of_one(alone))
     monkeypatch.setattr(f"{REFERENCE}.Stage.launch", _slow(LAUNCH))
     monkeypatch.setattr(f"{OPTIMIZED}.Stage.launch", _slow(LAUNCH_AHEAD))
     panels = [

@@ -29,7 +29,7 @@ from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import FinishAbort, Req, SamplingParams
-from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
+from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, answers_of_one, make_config, requests
 from tests.scheduler.late_streams import LateStreams
 
 HOST_PARTS = (
@@ -109,7 +109,7 @@ def under_way(panel: str, size: int) -> int:
 )
 def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str, panel: str) -> None:
     config = make_config(folders[model], **FLAGS[flags], **PANELS[panel])
-    expected = answers(assemble(make_config(folders[model], **FLAGS[flags])))
+    expected = answers_of_one(make_config(folders[model], **FLAGS[flags]))
     for run in of_stages(config, 2):
         for req, alone in zip(run.reqs, expected):
             assert req.output_ids == alone.output_ids
@@ -152,7 +152,7 @@ def retract_some(scheduler: Any, step: int) -> None:
 def test_requests_that_leave_a_batch_under_way(folders: dict[str, str], panel: str) -> None:
     """The token of a retracted request is sampled again, that of an aborted one is dropped."""
     config = make_config(folders["llama"], **PANELS[panel])
-    expected = output_ids(answers(assemble(make_config(folders["llama"]))))
+    expected = output_ids(answers_of_one(make_config(folders["llama"])))
     for run in of_stages(config, 2, retract_some):
         assert output_ids(run.reqs) == expected
         assert sum(req.num_retractions for req in run.reqs) > 3
@@ -176,7 +176,7 @@ def test_requests_that_leave_a_batch_under_way(folders: dict[str, str], panel: s
 def test_prompts_in_flight_are_running(folders: dict[str, str], panel: str) -> None:
     """So there are never more requests than `max_running_requests`, however many stages take prompts."""
     config = make_config(folders["llama"], **PANELS[panel]).updated(max_running_requests=2)
-    expected = output_ids(answers(assemble(config)))
+    expected = output_ids(answers_of_one(config))
     most = [0]
 
     def count(scheduler: Any, _: int) -> None:
@@ -222,7 +222,7 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("flags", OVERLAPPED)
 def test_what_the_overlapped_pipeline_does_more(folders: dict[str, str], flags: str) -> None:
     config = make_config(folders["llama"], **PANELS["optimized"], **OVERLAPPED[flags])
-    expected = output_ids(answers(assemble(make_config(folders["llama"]))))
+    expected = output_ids(answers_of_one(make_config(folders["llama"])))
     for run in of_stages(config, 2):
         assert output_ids(run.reqs) == expected
         assert run.num_under_way == 1 + (flags != "not ahead")

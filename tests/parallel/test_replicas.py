@@ -20,7 +20,7 @@ from diptych.shared.engine.processes.devices import config_of_replica
 from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, controlled, serve_calls
 from diptych.shared.parallel import channel
 from diptych.shared.types import FinishAbort, FinishError, FinishLength, Req, SamplingParams, StepOutput
-from tests.parallel.tiny_ranks import answers, make_config, requests
+from tests.parallel.tiny_ranks import answers_of_one, make_config, requests
 from tests.planted import Bug, Bugs
 
 STALL = 8.0
@@ -116,7 +116,7 @@ def finish(controller: Controller, reqs: list[Req]) -> dict[str, list[StepOutput
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_answer_as_one(folders: dict[str, str], policy: str) -> None:
     config = make_config(folders["llama"], dp_policy=policy, max_total_tokens=256)
-    alone = answers(assemble(config))
+    alone = answers_of_one(config)
     _, controller = in_threads(config, 3)
     reqs = requests()
     outputs = finish(controller, reqs)

@@ -15,7 +15,6 @@ from diptych.reference.parallel.collectives import Collectives
 from diptych.reference.parallel.split_ranks import RankTransport
 from diptych.reference.parallel.whole_pages import HeadParts
 from diptych.shared import registry
-from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.engine.processes.ranks import LeadScheduler
 from diptych.shared.parallel.alone import ALONE
@@ -24,7 +23,7 @@ from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from diptych.shared.types import FinishAbort, FinishError
 from tests.parallel.engine_pair import STATES, bring_to, config_of, output_ids
 from tests.parallel.split_ranks import SECRET, cluster_of
-from tests.parallel.tiny_ranks import answers, requests
+from tests.parallel.tiny_ranks import answers_of_one, requests
 from tests.planted import Bug, Bugs
 
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder", "collectives")
@@ -65,7 +64,7 @@ def test_ranks_answer_as_one_engine(
         head = "llama" if flags["speculative"] == "standalone" else "eagle-draft"
         flags["speculative_draft_model"] = folders[head]
     config = config_of(folders, "reference", **flags).updated(use=use)
-    expected = output_ids(answers(assemble(config)))
+    expected = output_ids(answers_of_one(config))
     with cluster_of(config, sizes, tmp_path) as cluster:
         for _ in range(2):  # the second time the decode server has most prompts
             assert cluster.answer(requests()) == expected
@@ -79,7 +78,7 @@ def test_a_server_ends(folders: dict[str, str], state: str, side: str, tmp_path:
     page."""
     drafts = EAGLE | {"speculative_draft_model": folders["eagle-draft"]} if side == "prefill" else {}
     config = config_of(folders, "reference", chunked_prefill_size=8, **drafts)
-    expected = answers(assemble(config))
+    expected = answers_of_one(config)
     with cluster_of(config, (2, 2), tmp_path) as cluster:
         req = bring_to(cluster, state)
         sender, receiver = cluster.links()
@@ -103,7 +102,7 @@ def test_a_server_ends(folders: dict[str, str], state: str, side: str, tmp_path:
 
 def check_abort(folders: dict[str, str], state: str, folder: Path) -> None:
     config = config_of(folders, "reference", chunked_prefill_size=8)
-    expected = answers(assemble(config))
+    expected = answers_of_one(config)
     with cluster_of(config, (2, 2), folder) as cluster:
         req = bring_to(cluster, state)
         assert cluster.decode.scheduler.abort(req.rid)
@@ -129,7 +128,7 @@ def test_a_request_is_aborted(folders: dict[str, str], state: str, tmp_path: Pat
 def test_a_request_moves_to_another_prefill_server(folders: dict[str, str], tmp_path: Path) -> None:
     """The servers of a request are chosen alike on all ranks, and are connected when it names them."""
     config = config_of(folders, "reference")
-    expected = answers(assemble(config))
+    expected = answers_of_one(config)
     with cluster_of(config, (1, 2, 2), tmp_path) as cluster:
         for i, address in enumerate(cluster.addresses):
             req = requests()[i]

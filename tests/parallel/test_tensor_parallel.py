@@ -15,7 +15,7 @@ from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.loading.shards import Shards
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
-from tests.parallel.tiny_ranks import answers, make_config, of_ranks
+from tests.parallel.tiny_ranks import answers_of_one, make_config, of_ranks
 from tests.planted import Bug, Bugs
 
 TOLERANCE = 1e-4
@@ -57,7 +57,7 @@ def grid() -> list[Any]:
 def test_ranks_answer_as_one(folders: dict[str, str], model: str, flags: str, size: int) -> None:
     given = {name: folders.get(str(value), value) for name, value in FLAGS[flags].items()}
     config = make_config(folders[model], **given)
-    alone = answers(assemble(config))
+    alone = answers_of_one(config)
     ranks = of_ranks(config, size)
     for rank in ranks:
         for req, expected, lead in zip(rank, alone, ranks[0]):
@@ -73,7 +73,7 @@ def test_ranks_answer_as_one(folders: dict[str, str], model: str, flags: str, si
 
 def test_more_ranks_than_kv_heads(folders: dict[str, str]) -> None:
     config = make_config(folders["llama"])
-    alone = answers(assemble(config))
+    alone = answers_of_one(config)
     for rank in of_ranks(config, 4):
         assert [req.output_ids for req in rank] == [req.output_ids for req in alone]
 
@@ -160,7 +160,7 @@ def test_a_planted_bug_changes_the_answers(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     config = make_config(folders["llama"])
-    alone = [req.output_ids for req in answers(assemble(config))]
+    alone = [req.output_ids for req in answers_of_one(config)]
     bug.plant_in(monkeypatch)
     size = 4 if bug.plant is _kv_heads_in_turn else 2  # more ranks than KV heads
     found = [[req.output_ids for req in rank] for rank in of_ranks(config, size)]

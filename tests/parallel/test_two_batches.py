@@ -22,9 +22,9 @@ from diptych.shared.modeling import two_batches
 from diptych.shared.modeling.two_batches import halves_of
 from diptych.shared.parallel.in_step import DispatchInStep, PassTokens
 from diptych.shared.parallel.turns import Turns, in_turns
-from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.tools.conformance.oracles.rank_threads import SECONDS, on_ranks
 from diptych.shared.types import ForwardBatch, ForwardMode, Req
-from tests.parallel.tiny_ranks import answers, make_config, of_replicas
+from tests.parallel.tiny_ranks import answers, answers_of_one, make_config, of_replicas
 from tests.planted import Bug, Bugs
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_the_answers_are_those_of_whole_batches(
     folders: dict[str, str], model: str, flags: dict[str, Any]
 ) -> None:
     given = {name: folders.get(str(value), value) for name, value in flags.items()}
-    alone = answers(assemble(make_config(folders[model], **{k: v for k, v in given.items() if k != "ep"})))
+    alone = answers_of_one(make_config(folders[model], **{k: v for k, v in given.items() if k != "ep"}))
     config = make_config(folders[model], tp=2, two_batch_tokens=2, **given)
     ranks, nums = of_ranks(config, in_turn=config.panel == "optimized")
     assert [[req.output_ids for req in rank] for rank in ranks] == [[req.output_ids for req in alone]] * 2
@@ -82,13 +82,17 @@ IN_STEP: list[Any] = [
 
 @pytest.mark.parametrize("flags", IN_STEP)
 def test_replicas_that_share_experts(folders: dict[str, str], flags: dict[str, Any]) -> None:
+    check_replicas(folders, flags)
+
+
+def check_replicas(folders: dict[str, str], flags: dict[str, Any], seconds: float = SECONDS) -> None:
     """The passes of all ranks are cut, also of a rank with one token or none."""
     folder, given = folders["qwen3-moe"], {"two_batch_tokens": 2} | flags
     ep = given.pop("ep", 1)
     of_one = {name: value for name, value in given.items() if name not in ("tp", "two_batch_tokens")}
-    expected = {req.rid: req.output_ids for req in answers(assemble(make_config(folder, **of_one)))}
+    expected = {req.rid: req.output_ids for req in answers_of_one(make_config(folder, **of_one))}
     config = make_config(folder, dp=2, dp_attention=True, **given)
-    reqs, replicas = of_replicas(config, 2, ep=ep, in_turn=config.panel == "optimized")
+    reqs, replicas = of_replicas(config, 2, seconds, ep=ep, in_turn=config.panel == "optimized")
     assert all(req.output_ids == expected[req.rid] for req in reqs)
     assert {req.rid for req in reqs} == set(expected)
     assert all(replica.runner.run_model.num_passes >= 2 for replica in replicas)
@@ -247,7 +251,7 @@ def test_a_planted_bug_changes_the_answers(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     config = make_config(folders["llama"])
-    alone = [req.output_ids for req in answers(assemble(config))]
+    alone = [req.output_ids for req in answers_of_one(config)]
     bug.plant_in(monkeypatch)
     ranks, _ = of_ranks(config.updated(tp=2, two_batch_tokens=2))
     return [[req.output_ids for req in rank] for rank in ranks] != [alone] * 2
@@ -277,5 +281,5 @@ def test_a_planted_bug_in_step_is_found(
     bug: Bug, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     bug.plant_in(monkeypatch)
-    test_replicas_that_share_experts(folders, MIXED | {"ep": 2})
+    check_replicas(folders, MIXED | {"ep": 2}, seconds=5.0)  # it waits for the other rank
     return False

@@ -86,6 +86,16 @@ def answers(assembly: Assembly) -> list[Req]:
     return done
 
 
+def answers_of_one(config: EngineConfig) -> list[Req]:
+    """Those of one rank, which many tests compare with."""
+    if (key := repr(config)) not in _OF_ONE:
+        _OF_ONE[key] = answers(assemble(config))
+    return _OF_ONE[key]
+
+
+_OF_ONE: dict[str, list[Req]] = {}
+
+
 def of_replicas(
     config: EngineConfig,
     size: int,
