@@ -169,7 +169,7 @@ def _number(value: Any, dtype: Any) -> Any:
 
 
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
-_shapes: dict[str, dict[str, Any]] = {}
+_shapes: dict[str, tuple[Any, ...]] = {}
 
 
 def _remember_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -186,8 +186,21 @@ def _remember_shape(self: Any, handle: Any, type: Any) -> None:
     fields = _shapes.get(type.name)  # of a block, the name has the shape
     if fields is None:
         _init_tensor(self, handle, type)
-        fields = _shapes[type.name] = {"shape": self.shape, "numel": self.numel}
-    vars(self).update(fields, handle=handle, type=type, dtype=type.scalar)
+        fields = _shapes[type.name] = (self.shape, self.numel, type.scalar)
+    self.handle, self.type = handle, type
+    self.shape, self.numel, self.dtype = fields
+
+
+def _init_handle(self: Any, data: Any, dtype: Any) -> None:
+    """Without a check of its own code: whether the array is as wide as the type."""
+    self.data, self.dtype, self.attr = data, dtype, {}
+
+
+@cache
+def _range(start: int, stop: int) -> Any:
+    numbers = np.arange(start, stop, dtype=np.int32)
+    numbers.setflags(write=False)
+    return numbers
 
 
 _np_dtypes: dict[str, Any] = {}
@@ -257,6 +270,10 @@ interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_for_good, _patc
 interpreter._patch_attr = _patch_builtin
 interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_quickly
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.create_make_range = lambda self, of_type, start, stop: (
+    interpreter.TensorHandle(_range(start, stop), tl.int32)
+)
+interpreter.TensorHandle.__init__ = _init_handle
 tl.core.dtype.__eq__ = _is_same_dtype
 tl.core.block_type.__init__, tl.core.tensor.__init__ = _remember_block_type, _remember_shape
 TritonSemantic.broadcast_impl_value, TritonSemantic.where = _broadcast_if_different, _where_of_known_types
