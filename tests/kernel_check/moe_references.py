@@ -39,7 +39,8 @@ def judged(path: Path, seconds: float, seed: int = 1) -> dict[str, Any]:
     failing = [each["failure"] for each in cases if each["failure"]]
     refused = [each["refusal"] for each in cases if each["refusal"]]
     counts = {"failing": failing, "refused": refused}
-    return row | {"holding": len(cases) - len(failing) - len(refused), **counts, "says": report["summary"]}
+    row |= {"holding": len(cases) - len(failing) - len(refused), **counts, "says": report["summary"]}
+    return row | {"sizes": "smaller" if any("instead of" in each for each in report["notes"]) else "its own"}
 
 
 def main() -> None:

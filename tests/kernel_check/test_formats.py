@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from diptych.shared.tools.conformance.formats import trace_check, trace_export
 from diptych.shared.tools.conformance.formats.tasks import read_task
 from diptych.shared.tools.conformance.formats.trace_check import check_solution
 from diptych.shared.tools.conformance.formats.trace_files import (
+    Definition,
     Solution,
     read_definition,
     read_solution,
     read_workloads,
 )
 from diptych.shared.tools.conformance.formats.trace_functions import inputs_of, is_dps, reference_of
+from diptych.shared.tools.conformance.formats.trace_smaller import smaller
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.run import check_kernel
@@ -197,6 +200,43 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(trace_check, "free_memory", lambda: 2 * size)
     with pytest.raises(ValueError, match=r"A check needs \d+\.\d GiB of memory, of which"):
         trace_check.memory_of_cases(definition)
+
+
+def large_experts(folder: Path, old: str = "", new: str = "") -> Definition:
+    """Experts of 6 times 1024 x 512, whose reference has sizes as numbers, with some words replaced."""
+    data = DEFINITIONS["experts of FP4"]
+    sizes = {"hidden_size": 1024, "intermediate_size": 512, "gemm1_out_size": 1024}
+    axes = {name: {"type": "const", "value": size} for name, size in sizes.items()}
+    reference = data["reference"].replace(").chunk(2)", ").split(512)").replace(old, new)
+    reference = reference.replace("gemm2_weights.shape[1]", "1024")
+    return read_definition(
+        written(folder, "d.json", {**data, "axes": {**data["axes"], **axes}, "reference": reference})
+    )
+
+
+def test_a_smaller_definition_has_other_numbers(tmp_path: Path) -> None:
+    large = large_experts(tmp_path)
+    small = smaller(large)
+    assert small is not None
+    sizes = "hidden_size", "intermediate_size", "gemm1_out_size", "num_experts"
+    assert [small.const[name] for name in sizes] == [512, 256, 512, 6]
+    assert "split(256)" in small.reference
+    assert "zeros(len(hidden_states), 512," in small.reference
+    assert smaller(small) is None  # it is small
+    assert smaller(replace(large, axes={**large.axes, "num_experts": 512})) is None  # whose number is it?
+
+
+@pytest.mark.full
+def test_a_reference_with_large_inputs_is_judged_with_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_check, "LARGE_INPUTS", 2**20)
+    (right,) = check_solution(large_experts(tmp_path), None, seed=1)
+    assert right.status == 0
+    assert "hidden_size 512 instead of 1024" in right.notes[0]
+    (wrong,) = check_solution(large_experts(tmp_path, "F.silu(gate) * up", "F.silu(up) * gate"), None, seed=1)
+    assert "silu is applied to the first half of gemm1" in wrong.names
+    assert not wrong.notes  # of its own sizes
 
 
 @pytest.mark.full

@@ -130,8 +130,9 @@ def check_kernel(
     if definition is not None:
         reports, end = solution_reports(target, definition, workload, time_limit, within, seed)
         for each in reports[:-1]:
-            print(f"the Definition's own reference: {each.summary}")
-            print(*(f"  {each.case}: {each.failure}" for each in each.failing[:3]), sep="\n")
+            lines = [f"the Definition's own reference: {each.summary}"]
+            lines += [f"  {verdict.case}: {verdict.failure}" for verdict in each.failing[:3]]
+            print(*lines, *each.notes, sep="\n")
         finish(reports[-1], files, end)
         return
     if task is not None:
@@ -221,7 +222,7 @@ def solution_reports(
         raise ValueError(f"{target} is a Solution of {solution.definition}, not of {read.name}")
     workloads = [] if workload is None else trace_files.read_workloads(workload, read)
     seed = drawn(seed)
-    end = Announced(f"Definition {read.name}{trace_check.memory_of_cases(read)}", within, seed)
+    end = Announced(f"Definition {read.name}{trace_check.memory_of_cases(read, solution is None)}", within, seed)
     reports = trace_check.check_solution(
         read, solution, workloads, seconds=time_limit, ends_at=end.ends_at, seed=seed
     )
@@ -289,6 +290,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "seed": report.seed,
         "operators": report.operators,
         "mistakes": report.names,
+        "notes": report.notes,
         "cases": [finite(asdict(verdict)) for verdict in report.verdicts],
         "timings": [asdict(timing) for timing in report.timings],
         "score": None if score is None else {"mean share of the bound": score[0], "least at": score[1].case},

@@ -27,6 +27,7 @@ from diptych.shared.tools.conformance.formats.trace_functions import (
 from diptych.shared.tools.conformance.formats.trace_generic import generic_op
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.formats.trace_ops import op_of, why_unknown
+from diptych.shared.tools.conformance.formats.trace_smaller import changed_sizes, smaller
 from diptych.shared.tools.conformance.kernels.arena import free_memory
 from diptych.shared.tools.conformance.kernels.calls import unwritten
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
@@ -45,6 +46,7 @@ LARGE_INPUTS = 2**28
 """Bytes beyond which the memory that a check needs is announced; it is also left for results."""
 NUM_COPIES = 2
 """Of inputs: those of the check, and those that the function gets."""
+SMALLER = "The Definition's own reference is judged with {}, because its inputs are large"
 NO_MEMORY = "raised MemoryError"
 COMMON_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 
@@ -71,11 +73,7 @@ def check_solution(
         if op is not None:
             if solution is not None:  # half of the time is left for it
                 judge.ends_at = min(ends_at, (ends_at + time.monotonic()) / 2)
-            reports.append(_checked(judge, definition, reference, op, seconds, seed))
-            for each in reports[0].failing:
-                if NO_MEMORY in str(each.failure):
-                    each.failure, each.refusal = None, each.failure
-            reports[0].names = reports[0].names if reports[0].failing else []
+            reports.append(_judged(judge, definition, op, seconds, seed))
             stack.close()  # its memory, too
         elif solution is not None:
             op = generic_op(definition, partial(results_of, judge, definition, reference), workloads)
@@ -101,11 +99,43 @@ def check_solution(
     return [*reports, report]
 
 
-def memory_of_cases(definition: Definition) -> str:
+def _judged(
+    judge: ChildFunction, definition: Definition, op: TraceOp, seconds: float, seed: int
+) -> Report:
+    """The report on the Definition's reference. One with large inputs is judged with smaller sizes; if that
+    does not hold, with its own ones."""
+    small = smaller_of_large(definition)
+    small_op = None if small is None else op_of(small, None)
+    if small is not None and small_op is not None:
+        reference = reference_of(small)
+        with (
+            sources_of(small, reference) as (target, folder),
+            ChildFunction(target, seconds, judge.ends_at, folder) as function,
+        ):
+            report = _checked(function, small, reference, small_op, seconds, seed)
+        if not report.status:
+            report.notes.append(SMALLER.format(changed_sizes(definition, small)))
+            return report
+        memory_of_cases(definition)
+    report = _checked(judge, definition, reference_of(definition), op, seconds, seed)
+    for each in report.failing:
+        if NO_MEMORY in str(each.failure):
+            each.failure, each.refusal = None, each.failure
+    report.names = report.names if report.failing else []
+    return report
+
+
+def smaller_of_large(definition: Definition) -> Definition | None:
+    return smaller(definition) if definition.num_const_bytes >= LARGE_INPUTS else None
+
+
+def memory_of_cases(definition: Definition, is_reference_alone: bool = False) -> str:
     """What is said of large inputs. Raises `ValueError` if the memory is not enough for them."""
     size, free = definition.num_const_bytes, free_memory()
     if size < LARGE_INPUTS:
         return ""
+    if is_reference_alone and smaller_of_large(definition) is not None:
+        return f", with inputs of {size / 2**30:.1f} GiB: its reference is judged with smaller sizes first"
     needed = NUM_COPIES * size + LARGE_INPUTS
     if 0 < free < needed:
         raise ValueError(
