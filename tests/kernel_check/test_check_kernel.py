@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from diptych.shared.tools import cli
 from diptych.shared.tools.bench import bare_kernel
 from diptych.shared.tools.bench.step_cost import Ceilings
-from diptych.shared.tools.conformance.kernels import run
+from diptych.shared.tools.conformance.kernels import interpreter, run
 from diptych.shared.tools.conformance.kernels.attention_suspects import dense
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.conventions import (
@@ -41,6 +41,25 @@ QUICK = {
 """The cases that take long are those of long sequences: `test_long_sequences_hold` has them."""
 ALL = [(like, each.library) for like, conventions in CONVENTIONS.items() for each in conventions]
 OF_ONE_PROCESS = [(like, library) for like, library in ALL if not LIKES[like].ranks]
+
+
+TRITON = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def kernel(x, weight, out, n, eps, SIZE: tl.constexpr):
+    row, i = tl.program_id(0), tl.arange(0, SIZE)
+    values = tl.load(x + row * n + i, mask=i < n, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values) / n + eps)
+    tl.store(out + row * n + i, values * root * tl.load(weight + i, mask=i < n).to(tl.float32), mask=i < n)
+
+def norm(x, shape, weight, eps):
+    if not x.is_contiguous():
+        raise ValueError("rows must be dense")
+    out = torch.empty_like(x)
+    kernel[(len(x),)](x, weight, out, x.shape[1], eps, triton.next_power_of_2(x.shape[1]))
+    return out
+"""
 
 
 def check(like: str, library: str, function, cases=None) -> Report:  # type: ignore[no-untyped-def]
@@ -207,6 +226,8 @@ def test_the_command_names_what_is_wrong_with_the_call() -> None:
         ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--ranks", "2"), "--ranks does not apply"),
         ((f"{EXAMPLE}:rms_norm", "--like", "all_reduce", "--ranks", "1"), "--ranks"),
         ((f"{EXAMPLE}:silu_and_mul", "--like", "rms_norm"), "takes (x"),
+        ((f"{EXAMPLE}:silu_and_mul", "--like", "gemm"), "Other conventions: --list --like gemm"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--convention", "flashinfer"), "--convention torch"),
     ):
         result = diptych("check", "kernel", *args)
         assert result.exit_code != 0
@@ -220,6 +241,42 @@ def test_the_command_names_what_is_wrong_with_the_call() -> None:
 def test_a_target_that_is_no_function_is_refused(target: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_function(target)
+
+
+def test_a_file_imports_what_is_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_a_kernel.py").write_text("def f(x): return x\n")
+    for line, words in (
+        ("from beside_a_kernel import f", ""),
+        ("from .beside_a_kernel import f", "named package.module:function"),
+        ("import no_such_module", "with uvx: --with no_such_module"),
+    ):
+        (tmp_path / "kernel.py").write_text(line)
+        if words:
+            with pytest.raises(ValueError, match=words):
+                load_function(f"{tmp_path}/kernel.py:f")
+        else:
+            assert load_function(f"{tmp_path}/kernel.py:f")(1) == 1
+
+
+def test_the_interpreter_rounds_as_a_gpu() -> None:
+    bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32)
+    x = torch.cat((bits.view(torch.float32), torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, 0.0])))
+    rounded = torch.from_numpy(interpreter.nearest(x.numpy()).view("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(rounded, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.full
+def test_a_kernel_runs_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, too; without the interpreter and a GPU, what to do is said."""
+    pytest.importorskip("triton")
+    (tmp_path / "norm.py").write_text(TRITON)
+    words = f"{tmp_path}/norm.py:norm", "--like", "rms_norm", "--case", "21 x 128", "--no-timing"
+    if not torch.cuda.is_available():
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        assert "TRITON_INTERPRET=1" in diptych("check", "kernel", *words).stdout
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = diptych("check", "kernel", *words)
+    assert "all 3 cases hold" in result.stdout
 
 
 def test_the_list_has_every_convention() -> None:

@@ -222,7 +222,9 @@ def solution_reports(
         raise ValueError(f"{target} is a Solution of {solution.definition}, not of {read.name}")
     workloads = [] if workload is None else trace_files.read_workloads(workload, read)
     seed = drawn(seed)
-    end = Announced(f"Definition {read.name}{trace_check.memory_of_cases(read, solution is None)}", within, seed)
+    end = Announced(
+        f"Definition {read.name}{trace_check.memory_of_cases(read, solution is None)}", within, seed
+    )
     reports = trace_check.check_solution(
         read, solution, workloads, seconds=time_limit, ends_at=end.ends_at, seed=seed
     )

@@ -99,9 +99,7 @@ def check_solution(
     return [*reports, report]
 
 
-def _judged(
-    judge: ChildFunction, definition: Definition, op: TraceOp, seconds: float, seed: int
-) -> Report:
+def _judged(judge: ChildFunction, definition: Definition, op: TraceOp, seconds: float, seed: int) -> Report:
     """The report on the Definition's reference. One with large inputs is judged with smaller sizes; if that
     does not hold, with its own ones."""
     small = smaller_of_large(definition)

@@ -22,7 +22,9 @@ from diptych.shared.tools.conformance.clauses.time_limit import (
 from diptych.shared.tools.conformance.kernels.bias import check_bias
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.collective_likes import expect_same_sums, in_order
+from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS
 from diptych.shared.tools.conformance.kernels.functions import Ended, LocalFunction, Raised
+from diptych.shared.tools.conformance.kernels.interpreter import hints
 from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 from diptych.shared.tools.conformance.kernels.mistakes import name_mistakes
 from diptych.shared.tools.conformance.kernels.one_call import (
@@ -98,11 +100,24 @@ def check_arguments(
         else:
             made = convention.build(like.make(case, convention.takes_scale, 0))
         if wrong := function.bind(made):
+            fitting = [f"--convention {each}" for each in fitting_conventions(like, case, function)]
+            others = f"It can take those of {' or '.join(fitting)}" if fitting else "Other conventions"
             raise ValueError(
                 f"{target} takes {wrong[0]}; convention {convention.library} calls "
-                f"{convention.signature}: {wrong[1]}. Other conventions: --list --like {like.name}"
+                f"{convention.signature}: {wrong[1]}. {others}: --list --like {like.name}"
             )
     return None
+
+
+def fitting_conventions(like: Like, case: Any, function: ChildFunction) -> list[str]:
+    """The libraries whose arguments the function can take."""
+    if like.ranks:
+        return []
+    return [
+        each.library
+        for each in CONVENTIONS.get(like.name, ())
+        if function.bind(each.build(like.make(case, each.takes_scale, 0))) is None
+    ]
 
 
 class Made(NamedTuple):
@@ -280,6 +295,7 @@ def check_kernel(
             holding.append(problem)
         del problem, other  # the next one is made without them: inputs may take gigabytes
     report.num_not_run = len(chosen) - len(report.verdicts)
+    report.notes += hints(str(each.failure) for each in report.failing)
     if failing and not report.num_not_run:
         with suppress(TimeLimitExceeded), time_limit(until(ends_at)):
             names = name_mistakes(caller, like, convention, failing, holding, ends_at)

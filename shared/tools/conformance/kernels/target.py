@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,27 @@ def check_named(target: str) -> None:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
+    """Load package.module:function or file.py:function, which may import modules beside the file. Raises
+    `ValueError` if there is none."""
     check_named(target)
-    function: Callable[..., Any] = registry.load("function", target)
+    file = Path(target.rpartition(":")[0])
+    if file.suffix == ".py" and str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        function: Callable[..., Any] = registry.load("function", target)
+    except ValueError as error:
+        raise ValueError(f"{error}{_advice(error.__cause__)}") from error
     if not callable(function) or isinstance(function, type):
         kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r:.60}"
         raise ValueError(f"{target} is {kind}, not a function")
     return function
+
+
+def _advice(cause: BaseException | None) -> str:
+    """What helps when a file cannot be imported."""
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        name = cause.name.partition(".")[0]
+        return f". Install it beside diptych, in {sys.prefix}; with uvx: --with {name}"
+    if isinstance(cause, ImportError) and "relative import" in str(cause):
+        return ". A module of a package is named package.module:function"
+    return ""
