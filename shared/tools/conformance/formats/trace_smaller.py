@@ -18,8 +18,8 @@ class _OtherNumbers(ast.NodeTransformer):
         self.numbers = numbers
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        is_size = type(node.value) is int and node.value in self.numbers
-        return ast.Constant(self.numbers[node.value]) if is_size else node
+        value = node.value
+        return ast.Constant(self.numbers.get(value, value)) if type(value) is int else node
 
 
 def smaller(definition: Definition) -> Definition | None:
