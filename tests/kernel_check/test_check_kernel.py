@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from diptych.shared.tools import cli
 from diptych.shared.tools.bench import bare_kernel
 from diptych.shared.tools.bench.step_cost import Ceilings
-from diptych.shared.tools.conformance.kernels import interpreter, run
+from diptych.shared.tools.conformance.kernels import run, triton_interpreter
 from diptych.shared.tools.conformance.kernels.attention_suspects import dense
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.conventions import (
@@ -261,7 +261,7 @@ def test_a_file_imports_what_is_beside_it(tmp_path: Path) -> None:
 def test_the_interpreter_rounds_as_a_gpu() -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32)
     x = torch.cat((bits.view(torch.float32), torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, 0.0])))
-    rounded = torch.from_numpy(interpreter.nearest(x.numpy()).view("int16")).view(torch.bfloat16)
+    rounded = torch.from_numpy(triton_interpreter.nearest(x.numpy()).view("int16")).view(torch.bfloat16)
     torch.testing.assert_close(rounded, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 

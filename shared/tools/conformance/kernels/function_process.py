@@ -20,7 +20,7 @@ import torch
 
 from diptych.shared.tools.conformance.kernels.arena import ALIGNMENT, RESULTS, SIZE, Arena, Place
 from diptych.shared.tools.conformance.kernels.gpu_memory import Handle, opened
-from diptych.shared.tools.conformance.kernels.interpreter import round_in_interpreter
+from diptych.shared.tools.conformance.kernels.triton_interpreter import round_in_interpreter
 from diptych.shared.tools.conformance.kernels.watched_call import Watch, copied, invoke
 
 _read, _write, _exit, _getpid, _dumps = os.read, os.write, os._exit, os.getpid, json.dumps
