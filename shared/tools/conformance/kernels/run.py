@@ -24,7 +24,6 @@ from diptych.shared.tools.conformance.kernels.child_function import ChildFunctio
 from diptych.shared.tools.conformance.kernels.collective_likes import expect_same_sums, in_order
 from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS
 from diptych.shared.tools.conformance.kernels.functions import Ended, LocalFunction, Raised
-from diptych.shared.tools.conformance.kernels.triton_interpreter import hints
 from diptych.shared.tools.conformance.kernels.kernel_report import Report, Verdict
 from diptych.shared.tools.conformance.kernels.mistakes import name_mistakes
 from diptych.shared.tools.conformance.kernels.one_call import (
@@ -57,6 +56,7 @@ from diptych.shared.tools.conformance.kernels.problem import (
 )
 from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 from diptych.shared.tools.conformance.kernels.rank_worker import FORMS
+from diptych.shared.tools.conformance.kernels.triton_interpreter import hints
 
 AGAIN, ALONE = "another call", "a row alone"
 OTHER = 1_000_003
