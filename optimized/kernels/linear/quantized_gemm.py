@@ -22,7 +22,12 @@ import triton.language as tl
 from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
 from diptych.optimized.kernels.linear.quantize_input import NUM_COUNTERS, QuantizedInput, has_fp8
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
-from diptych.optimized.kernels.linear.quantized_values import from_mxfp4, from_nibbles, widened_e4m3
+from diptych.optimized.kernels.linear.quantized_values import (
+    from_nibbles,
+    from_nvfp4,
+    nvfp4_factor,
+    widened_e4m3,
+)
 from diptych.optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
 from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
@@ -156,11 +161,9 @@ def _quantized_gemm_kernel(
             groups = k // HALF + tl.arange(0, STEP // HALF)
             of_groups = is_row[:, None] if IS_WHOLE else is_row[:, None] & (groups < num_groups)[None, :]
             scales = tl.load(scale_rows[:, None] + groups[None, :], mask=of_groups, other=0)
-            scales = widened_e4m3(scales, NATIVE).to(x_type)
-            scales = tl.broadcast_to(scales[:, :, None], (ROWS, STEP // HALF, HALF)).reshape(ROWS, STEP)
-            w_low, w_high = from_mxfp4(tile, scales, x_type)
-            part = tl.dot(w_low, low.T, input_precision="ieee")
-            part = tl.dot(w_high, high.T, part, input_precision="ieee")
+            w_low, w_high = from_nvfp4(tile, scales, HALF, NATIVE, x_type)
+            y = tl.dot(w_low, low.T, y, input_precision="ieee")
+            y = tl.dot(w_high, high.T, y, input_precision="ieee")
         else:
             group = k // GROUP if GROUP > 0 else 0
             x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE)
@@ -182,14 +185,14 @@ def _quantized_gemm_kernel(
             if X_GROUP > 0:
                 x_scales = x_scale_ptr + tokens.to(tl.int64) * stride_x_scale + k // X_GROUP
                 part *= tl.load(x_scales, mask=tokens < num_tokens, other=0.0)[None, :]
-        if IN_LOOP or not IS_INT8:
+        if WEIGHT != "nvfp4" and (IN_LOOP or not IS_INT8):
             y += part
 
     y = y.to(tl.float32)
     if WEIGHT == "nvfp4":
         factors = zero_ptr + rows.to(tl.int64) * 2
         factor = tl.load(factors, mask=is_row, other=0.0) / tl.load(factors + 1, mask=is_row, other=1.0)
-        y *= factor[:, None]
+        y *= factor[:, None] * nvfp4_factor(x_type)
     is_last = True
     if PARTS > 1:
         parts_ptr = workspace_ptr + tl.program_id(0).to(tl.int64) * (PARTS * ROWS * TOKENS)

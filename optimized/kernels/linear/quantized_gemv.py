@@ -9,7 +9,8 @@ cores would be idle but for one column.
 
 A GPU converts integers to floats four times slower than it multiplies. So the nibbles of a 4-bit weight
 become floats where they lie: a nibble n at bit 4 * p of the mantissa of 2^(23 - 4 * p) is the float
-2^(23 - 4 * p) + n.
+2^(23 - 4 * p) + n. The bits of a code of NVFP4 are those of 2^-126 of its value, so the input is multiplied
+by 2^64, and the scale of a group by 2^62.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 class GemvTile(NamedTuple):
     rows: int  # outputs of a warp
     warps: int
-    steps: int = 1  # of 16 bytes for each lane, from a row at a time; INT4: 1
+    steps: int = 1  # of 16 bytes for each lane, from a row at a time; 4 bits: 1
     ahead: int = 1  # of these, loaded before the input
 
 
@@ -82,10 +83,24 @@ def _nibble_sum(total, words, x, zero):
 
 
 @triton.jit
-def _int4_gemv_kernel(
+def _code_sum(total, words, x):
+    """As `_nibble_sum`, for the eight codes of NVFP4 in a word, times 2^-126."""
+    for byte in tl.static_range(2):  # and the one two bytes later, whose codes are moved along
+        moved = words if byte == 0 else words >> 8
+        for half in tl.static_range(2):
+            bits = (moved & (0x000F000F << 4 * half)) * (0x1040 >> 4 * half)
+            first = ((bits << 16) & (0x81C00000 - 2**32)).to(tl.float32, bitcast=True)
+            third = (bits & (0x81C00000 - 2**32)).to(tl.float32, bitcast=True)
+            total += first * x[2 * byte + half]
+            total += third * x[2 * byte + half + 4]
+    return total
+
+
+@triton.jit
+def _packed_gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr, stride_words, num_groups,
     OUT: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, GROUPED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    WARPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    IS_NVFP4: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = UNIT // 2
@@ -121,7 +136,8 @@ def _int4_gemv_kernel(
         for r in tl.static_range(ROWS):
             mask = (columns + (i + AHEAD) * COLUMNS < SIZE // 8) & (tile_rows + r < OUT)
             next_weights += (_load_once(tile + r * stride_words + (i + AHEAD) * COLUMNS, mask, True),)
-        # A lane's 16 bytes lie in one unit; a byte's high nibble belongs to the input half a unit later.
+        # A lane's 16 bytes lie in one unit, of NVFP4 in two; a byte's high nibble belongs to the input half a
+        # unit later.
         first_byte = (i * COLUMNS + lanes * 4) * 4
         unit = first_byte // HALF
         x_ptrs = x_ptr + (unit * UNIT + first_byte % HALF)[:, None, None, None] + elements
@@ -132,10 +148,11 @@ def _int4_gemv_kernel(
         x = ()
         for place in tl.static_range(4):  # low and high nibbles of eight bytes, and of the next eight
             loaded = tl.load(
-                x_ptrs + place // 2 * 8 + place % 2 * HALF, mask=is_column if MASKED else None,
-                other=0.0 if MASKED else None,
+                x_ptrs + place // 2 * (16 if IS_NVFP4 else 8) + place % 2 * HALF,
+                is_column if MASKED else None, other=0.0 if MASKED else None,
             )  # fmt: skip
-            x += (_of_words(widened(loaded, USE_PDL), WARPS, 1),)
+            values = widened(loaded, USE_PDL)
+            x += (_of_words(values * 2.0**64 if IS_NVFP4 else values, WARPS, 1),)
         of_words = ()
         for word in tl.static_range(4):
             low, high = x[word // 2 * 2][word % 2], x[word // 2 * 2 + 1][word % 2]
@@ -150,21 +167,33 @@ def _int4_gemv_kernel(
             w1, w3 = tl.split(odd)
             group_mask = (unit < SIZE // UNIT)[:, None, None] & (first_rows[None, :, None] + r < OUT)
             groups = (first_rows[None, :, None] + r).to(tl.int64) * num_groups + unit[:, None, None] * GROUPED
-            zero = _ZERO
-            if HAS_ZERO:
-                zero = tl.load(zero_ptr + groups, mask=group_mask, other=0).to(tl.float32)
-            part = tl.zeros([32, WARPS, 1], tl.float32) if GROUPED else sums[r]
-            part = _nibble_sum(_nibble_sum(part, w0, of_words[0], zero), w1, of_words[1], zero)
-            part = _nibble_sum(_nibble_sum(part, w2, of_words[2], zero), w3, of_words[3], zero)
-            if GROUPED:
-                part = sums[r] + part * tl.load(scale_ptr + groups, mask=group_mask, other=0.0)
-            new_sums += (part,)
+            if IS_NVFP4:
+                none = tl.zeros([32, WARPS, 1], tl.float32)
+                part = _code_sum(_code_sum(none, w0, of_words[0]), w1, of_words[1])
+                scale = tl.load(scale_ptr + groups, mask=group_mask, other=0)
+                total = sums[r] + part * (widened_e4m3(scale, NATIVE).to(tl.float32) * 2.0**62)
+                part = _code_sum(_code_sum(none, w2, of_words[2]), w3, of_words[3])
+                scale = tl.load(scale_ptr + groups + 1, mask=group_mask, other=0)
+                new_sums += (total + part * (widened_e4m3(scale, NATIVE).to(tl.float32) * 2.0**62),)
+            else:
+                zero = _ZERO
+                if HAS_ZERO:
+                    zero = tl.load(zero_ptr + groups, mask=group_mask, other=0).to(tl.float32)
+                part = tl.zeros([32, WARPS, 1], tl.float32) if GROUPED else sums[r]
+                part = _nibble_sum(_nibble_sum(part, w0, of_words[0], zero), w1, of_words[1], zero)
+                part = _nibble_sum(_nibble_sum(part, w2, of_words[2], zero), w3, of_words[3], zero)
+                if GROUPED:
+                    part = sums[r] + part * tl.load(scale_ptr + groups, mask=group_mask, other=0.0)
+                new_sums += (part,)
         sums, weights = new_sums, next_weights
 
     y = tl.zeros([32, WARPS], tl.float32)
     for r in tl.static_range(ROWS):
         y = tl.where(lanes[:, None] == r, tl.sum(tl.sum(sums[r], 2), 0)[None, :], y)
-    if not GROUPED:
+    if IS_NVFP4:
+        y *= tl.load(zero_ptr + rows * 2, mask=mask_rows, other=0.0)
+        y = y / tl.load(zero_ptr + rows * 2 + 1, mask=mask_rows, other=1.0)
+    elif not GROUPED:
         y *= tl.load(scale_ptr + rows, mask=mask_rows, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=mask_rows, other=0.0).to(tl.float32)
@@ -245,9 +274,11 @@ def _fp8_gemv_kernel(
 
 
 def suits_gemv(x: torch.Tensor | QuantizedInput, scheme: QuantScheme, size: int) -> bool:
-    """Whether quantized_gemv computes this: a token times e4m3 by e4m3, or INT4 by 16 bits."""
+    """Whether quantized_gemv computes this: a token times e4m3 by e4m3, or INT4 or NVFP4 by 16 bits."""
     if isinstance(x, QuantizedInput):
         return len(x.q) == 1 and scheme.weight_type == "fp8" and (scheme.group_size or 16) % 16 == 0
+    if scheme.weight_type == "nvfp4":
+        return len(x) == 1 and size % 32 == 0
     return len(x) == 1 and scheme.weight_type == "int4" and scheme.unit(size) % 32 == 0
 
 
@@ -286,10 +317,12 @@ def quantized_gemv(
             X_GROUP=(scheme.group_size or 0) if x_grouped else 0, NATIVE=has_fp8(values.device), **options,
         )  # fmt: skip
     else:
-        launched = _int4_gemv_kernel[grid](
+        is_nvfp4 = scheme.weight_type == "nvfp4"
+        scale = scale.view(torch.uint8) if is_nvfp4 else scale
+        launched = _packed_gemv_kernel[grid](
             values, weight.view(torch.int32), scale, scale if zero is None else zero, bias, residual, y,
-            weight.stride(0) // 4, num_groups,
-            UNIT=scheme.unit(size), GROUPED=num_groups > 1, HAS_ZERO=zero is not None, **options,
+            weight.stride(0) // 4, num_groups, UNIT=scheme.unit(size), GROUPED=num_groups > 1,
+            HAS_ZERO=zero is not None, IS_NVFP4=is_nvfp4, NATIVE=has_fp8(values.device), **options,
         )  # fmt: skip
     prefer_l1(launched)
 
@@ -298,5 +331,5 @@ def plan(scheme: QuantScheme) -> GemvTile:
     """The best on average for the layers of Qwen3-8B on an H200. The GPU's table has better ones for shapes
     that `diptych tune --quantization` has measured."""
     if INTERPRETED:
-        return GemvTile(1, 64, 1 if scheme.weight_type == "int4" else 2)
-    return GemvTile(2, 4) if scheme.weight_type == "int4" else GemvTile(2, 8, 2)
+        return GemvTile(1, 64, 1 if scheme.is_packed else 2)
+    return GemvTile(2, 4) if scheme.is_packed else GemvTile(2, 8, 2)

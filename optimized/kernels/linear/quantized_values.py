@@ -62,6 +62,31 @@ _MXFP4 = tl.constexpr("""{
     fma.rn.bf16x2 $3, $3, $6, zero;
 }""")
 
+# As _MXFP4, with the factor in the scales, which come as pairs. Half of the masks, and the other half of the
+# nibbles by a subtraction: bitwise instructions are the rarer ones.
+_NVFP4 = tl.constexpr("""{
+    .reg .b32 even, odd, zero;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    and.b32 $0, even, 0x000F000F;
+    and.b32 $1, odd, 0x000F000F;
+    mad.lo.u32 $2, $0, 0xFFFFFFFF, even;
+    mad.lo.u32 $3, $1, 0xFFFFFFFF, odd;
+    mul.lo.u32 $0, $0, 0x1040;
+    mul.lo.u32 $1, $1, 0x1040;
+    mul.lo.u32 $2, $2, 0x104;
+    mul.lo.u32 $3, $3, 0x104;
+    and.b32 $0, $0, 0x81C081C0;
+    and.b32 $1, $1, 0x81C081C0;
+    and.b32 $2, $2, 0x81C081C0;
+    and.b32 $3, $3, 0x81C081C0;
+    fma.rn.bf16x2 $0, $0, $5, zero;
+    fma.rn.bf16x2 $1, $1, $7, zero;
+    fma.rn.bf16x2 $2, $2, $5, zero;
+    fma.rn.bf16x2 $3, $3, $7, zero;
+}""")
+
 
 @triton.jit
 def widened_e4m3(codes, NATIVE: tl.constexpr):
@@ -121,6 +146,37 @@ def from_mxfp4(tile, scales, dtype: tl.constexpr):
         )  # fmt: skip
     else:
         return _mxfp4_values(tile & 15, scales).to(dtype), _mxfp4_values(tile >> 4, scales).to(dtype)
+
+
+@triton.constexpr_function
+def nvfp4_factor(dtype):
+    """What the weights of `from_nvfp4` are still to be multiplied by: 2 ** 126 times the largest scale, 448,
+    is no bfloat16."""
+    return 1.0 if INTERPRETED or dtype != tl.bfloat16 else 128.0
+
+
+@triton.jit
+def from_nvfp4(tile, scales, HALF: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
+    """uint8 codes [rows, step], e4m3 codes of the scales [rows, step / HALF] -> as `from_mxfp4`, divided by
+    `nvfp4_factor`."""
+    ROWS: tl.constexpr = tile.shape[0]
+    STEP: tl.constexpr = tile.shape[1]
+    scales = widened_e4m3(scales, NATIVE)
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        scales = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scales.to(tl.float32) * 2.0**119], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        scales = scales.to(dtype)
+    scales = tl.broadcast_to(scales[:, :, None], (ROWS, STEP // HALF, HALF)).reshape(ROWS, STEP)
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _NVFP4, "=&r,=&r,=&r,=&r,r,r,r,r,r", [tile, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    else:
+        return from_mxfp4(tile, scales, dtype)
 
 
 @triton.jit
