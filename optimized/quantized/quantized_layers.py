@@ -25,7 +25,7 @@ from diptych.optimized.kernels.linear.quantized_choice import (
     row_wise,
     suits_cublas,
 )
-from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
+from diptych.optimized.kernels.linear.quantized_gemm import MAX_TILES, quantized_gemm
 from diptych.optimized.kernels.linear.quantized_tiles import can_compute, fixed_tile
 from diptych.optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from diptych.shared.interfaces import layers
@@ -40,6 +40,7 @@ MAX_WIDENED_TOKENS = 256
 
 class QuantizedLinear(interface.QuantizedLinear):
     is_deterministic = False  # one kernel for any number of tokens
+    counters: torch.Tensor | None = None
 
     # --8<-- [start:quantized-linear]
     def forward(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
@@ -123,8 +124,16 @@ class QuantizedLinear(interface.QuantizedLinear):
     ) -> None:
         multiply(
             x, self.weight, self.weight_scale, self._zero, self.scheme, y,
-            bias=self.bias, residual=residual,
+            bias=self.bias, residual=residual, counters=self._zeros() if self.scheme.is_packed else None,
         )  # fmt: skip
+
+    def _zeros(self) -> torch.Tensor | None:
+        """Counters of split-K, zeros between the calls of this layer. None in a graph that is captured before
+        any call: its zeros would be written when it runs."""
+        is_captured = self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_captured and (self.counters is None or self.counters.device != self.weight.device):
+            self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=self.weight.device)
+        return self.counters
 
     def _in_fixed_order(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """The bits of a row do not depend on the others: that was measured for cuBLAS's row-wise FP8 on an

@@ -14,6 +14,7 @@ from diptych.optimized.kernels import gpu_table
 from diptych.optimized.kernels.gpu_table import FORMAT, GpuTable
 from diptych.optimized.kernels.linear import linear_choice, quantized_choice
 from diptych.optimized.kernels.linear.quantize_input import QuantizedInput
+from diptych.optimized.kernels.linear.quantized_choice import Choice, Dequantized
 from diptych.optimized.kernels.linear.quantized_gemv import GemvTile
 from diptych.optimized.kernels.linear.quantized_tiles import Tile
 from diptych.optimized.kernels.moe import moe_tiles
@@ -251,25 +252,26 @@ def test_what_cublas_multiplies(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     ("name", "num_tokens"),
     [
         *((name, num_tokens) for name in ("fp8", "fp8-block", "int8") for num_tokens in (1, 64, 200)),
-        *(("int4", num_tokens) for num_tokens in (1, 64)),
+        *((name, num_tokens) for name in ("int4", "nvfp4") for num_tokens in (1, 64, 200)),
     ],
 )
 def test_candidates_of_quantized_layers(name: str, num_tokens: int) -> None:
     scheme, x = ONLINE[name], torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
-    values = x if name == "int4" else QuantizedInput(x, x, x.dtype)
+    values = x if scheme.is_packed else QuantizedInput(x, x, x.dtype)
     tiles = list(quantized_tune.candidates(values, scheme, 4096, 4096))
     assert len(set(tiles)) == len(tiles) >= 10
     has_gemv = num_tokens == 1 and name != "int8"
     assert any(isinstance(tile, GemvTile) for tile in tiles) == has_gemv
+    assert (Dequantized() in tiles) == (scheme.is_packed and num_tokens > 16)
 
 
-@pytest.mark.parametrize(("name", "most"), [("fp8", 256), ("int8", 256), ("int4", 64)])
-def test_usual_sizes_have_candidates(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_usual_sizes_have_candidates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for which there is nothing to choose are left out."""
 
     def fastest_tile(
         scheme: QuantScheme, layers: object, num_tokens: int, added: bool
-    ) -> tuple[Tile | GemvTile, float]:
+    ) -> tuple[Choice, float]:
         x = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
         values = x if scheme.inputs == "none" else QuantizedInput(x, x, x.dtype)
         return next(quantized_tune.candidates(values, scheme, 2048, 4096)), 1.0
@@ -281,7 +283,8 @@ def test_usual_sizes_have_candidates(name: str, most: int, monkeypatch: pytest.M
         GpuTable("A GPU"), ONLINE[name], linear_tune.LinearShape(2048, 4096), sizes
     )
     (rows,) = table.quantized.values()
-    assert [int(size) for size in rows] == [size for size in sizes if size <= most]
+    assert [int(size) for size in rows] == [size for size in sizes if size <= 256]
+    assert (quantized_choice.from_row(rows["256"]) == Dequantized()) == (name == "int4")
 
 
 @pytest.mark.gpu

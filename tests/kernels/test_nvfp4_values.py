@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from diptych.optimized.kernels.linear import quantized_gemm as gemm_kernel
+from diptych.optimized.kernels.linear import quantized_gemv as gemv_kernel
 from diptych.optimized.kernels.linear.dequantize import dequantize
-from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
+from diptych.optimized.kernels.linear.quantized_gemm import MAX_TILES, quantized_gemm
+from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.quantized_tiles import Tile
 from diptych.optimized.quantized.quantized_layers import QuantizedMergedLinear
 from diptych.optimized.quantized.quantized_moe import QuantizedExperts
@@ -44,16 +46,25 @@ def test_every_code_with_every_scale(
 ) -> None:
     """One input of 1 picks a weight. All have few bits: any difference is an error."""
     if not native:
-        monkeypatch.setattr(gemm_kernel, "has_fp8", lambda device: False)
+        for module in (gemm_kernel, gemv_kernel):
+            monkeypatch.setattr(module, "has_fp8", lambda device: False)
     tensors, expected = every_value()
     given = tensors["weight"], tensors["weight_scale"], tensors["weight_global"], SCHEME
     assert torch.equal(dequantize(*given, torch.float32).double(), expected)
     out, size = expected.shape
     x = torch.eye(size, dtype=dtype, device=check_device())
-    for tile in (None, Tile(16, 64, 16, 2), Tile(32, 16, 64, 3, 1)):
-        y = torch.empty(size, out, dtype=dtype, device=x.device)
-        quantized_gemm(x, *given, y, tile=tile)
+    counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=x.device)
+    y = torch.empty(size, out, dtype=dtype, device=x.device)
+    for tile in (None, Tile(16, 64, 16, 2), Tile(32, 16, 64, 3, 1), Tile(16, 64, 8, 2, 2, 2)):
+        quantized_gemm(x, *given, y.fill_(torch.nan), tile=tile, counters=counters)
         assert torch.equal(y.double(), expected.T), tile
+    assert not counters.any()
+    assert suits_gemv(x[:1], SCHEME, size)
+    assert not suits_gemv(x[:1, :16], SCHEME, 16)
+    y.fill_(torch.nan)
+    for i in (0, 7, 8, 15, 16, 22, 29, 31):
+        quantized_gemv(x[i : i + 1], *given, y[i : i + 1], tile=GemvTile(2, 64))
+        assert torch.equal(y[i].double(), expected[:, i]), i
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

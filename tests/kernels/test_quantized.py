@@ -14,13 +14,14 @@ from diptych.optimized.kernels.linear import quantized_choice
 from diptych.optimized.kernels.linear import quantized_gemm as gemm_kernel
 from diptych.optimized.kernels.linear.dequantize import dequantize
 from diptych.optimized.kernels.linear.quantize_input import quantize_input
-from diptych.optimized.kernels.linear.quantized_choice import row_wise
+from diptych.optimized.kernels.linear.quantized_choice import Dequantized, row_wise
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
 from diptych.optimized.kernels.portable import Gpu
 from diptych.optimized.quantized import quantized_layers
 from diptych.optimized.quantized.quantized_layers import QuantizedLinear, QuantizedMergedLinear
+from diptych.shared.config.quant_config import ONLINE
 from diptych.shared.loading.quantize import quantize_weight
 from diptych.shared.modeling import dequantized_values as exact
 from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
@@ -169,6 +170,30 @@ def test_a_measured_tile_adds_the_residual_of_many_tokens(kind: str, monkeypatch
         "sum", result, expected @ weight.double().T + residual.double(), tolerance("quantized linear", HALF)
     )
     assert (result != without).any(), "the sum is rounded once, not twice"
+
+
+@pytest.mark.parametrize("kind", ["int4 128", "nvfp4"])
+@pytest.mark.parametrize("choice", [Dequantized(), Tile(16, 64, 64, 3, 4, 2)], ids=["dequantized", "split-K"])
+def test_what_the_table_says_of_4_bits(
+    kind: str, choice: Dequantized | Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole weight for cuBLAS, or parts of rows: with a bias, a residual, and twice."""
+    scheme = ONLINE["nvfp4"] if kind == "nvfp4" else SCHEMES[kind]
+    x, residual, bias = draw(18, 640), draw(18, 100, seed=7), draw(100, seed=8)
+    with building(HALF):
+        layer = QuantizedLinear(640, 100, scheme, bias=True)
+    tensors = {**quantize_weight(draw(100, 640, seed=3) * 640**-0.5, scheme), "bias": bias}
+    layer.load_state_dict(tensors, strict=False)
+    for module in (quantized_layers, quantized_choice):
+        monkeypatch.setattr(module, "measured_tile", lambda *_: choice)
+    weight = exact.dequantize(layer.weight, layer.weight_scale, layer._zero, scheme)
+    expected = x.double() @ weight.double().T + bias.double()
+    for _ in range(2):
+        expect_close("y", layer(x), expected, tolerance("quantized linear", HALF))
+        added = layer.add_to(residual.clone(), x)
+        expect_close("sum", added, expected + residual.double(), tolerance("quantized linear", HALF))
+    assert layer.counters is not None
+    assert not layer.counters.any()
 
 
 def check_split_k(module: ModuleType, kind: str, parts: int, num_tokens: int = 19) -> None:

@@ -15,8 +15,8 @@ from diptych.optimized.kernels.portable import INTERPRETED, interpreted_rows, ro
 from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 
 BLOCK = 1024
-UNPACKED = 2048
-"""Bytes of a CTA: 16 of each thread."""
+UNPACKED = 4096
+"""Bytes of a CTA: 32 of each thread."""
 RUN = 64
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)

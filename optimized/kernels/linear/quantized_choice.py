@@ -4,6 +4,7 @@ shape and number of tokens, if `diptych tune --quantization` has measured them; 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -11,6 +12,7 @@ import torch
 
 from diptych.optimized.kernels import gpu_table
 from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
+from diptych.optimized.kernels.linear.dequantize import dequantize
 from diptych.optimized.kernels.linear.quantize_input import PADDED_TOKENS, QuantizedInput, is_padded
 from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
 from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
@@ -22,8 +24,16 @@ FEW_TOKENS = 64
 """Beyond, the rule is that cuBLAS multiplies row-wise FP8."""
 MAX_TOKENS = 256
 """Beyond, it always does."""
-CUBLAS = ["cublas"]
-"""Its row in the table."""
+CUBLAS, DEQUANTIZED = ["cublas"], ["dequantized"]
+"""Their rows in the table."""
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The whole weight is dequantized, and cuBLAS multiplies: for weights whose inputs are not quantized."""
+
+
+Choice = Tile | GemvTile | Dequantized
 
 
 def multiply(
@@ -36,18 +46,39 @@ def multiply(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
-    """`quantized_gemm`, or `quantized_gemv` where it is faster."""
+    """`quantized_gemm`, or `quantized_gemv` or cuBLAS where it is faster."""
     tile = measured_tile(x, weight, scheme)
-    if isinstance(tile, GemvTile) or (tile is None and suits_gemv(x, scheme, _values(x).shape[1])):
+    if isinstance(tile, Dequantized):
+        assert isinstance(x, torch.Tensor)
+        multiply_dequantized(x, dequantize(weight, scale, zero, scheme, x.dtype), y, bias, residual)
+    elif isinstance(tile, GemvTile) or (tile is None and suits_gemv(x, scheme, _values(x).shape[1])):
         quantized_gemv(x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=tile)
     else:
-        quantized_gemm(x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=tile)
+        quantized_gemm(
+            x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=tile, counters=counters
+        )  # fmt: skip
+
+
+def multiply_dequantized(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """y = x @ weightᵀ + bias + residual; y may be the residual."""
+    added = bias if residual is None else residual if bias is None else residual + bias
+    if added is None:
+        torch.mm(x, weight.T, out=y)
+    else:
+        torch.addmm(added, x, weight.T, out=y)
 
 
 def measured_tile(
     x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scheme: QuantScheme
-) -> Tile | GemvTile | None:
+) -> Choice | None:
     """The tile of the GPU's table; None: it has none, or cuBLAS, or one of another type."""
     num_tokens, size = _values(x).shape
     if num_tokens > MAX_TOKENS or weight.device.type != "cuda" or x.dtype not in HALF_TYPES:
@@ -107,14 +138,16 @@ def shape_name(scheme: QuantScheme, out: int, size: int) -> str:
     return f"{out} x {size} {scheme}"
 
 
-def as_row(tile: Tile | GemvTile | None) -> list[Any]:
+def as_row(tile: Choice | None) -> list[Any]:
     """A tile as a row of the table; None: cuBLAS."""
+    if isinstance(tile, Dequantized):
+        return DEQUANTIZED
     return CUBLAS if tile is None else ["gemv" if isinstance(tile, GemvTile) else "gemm", *tile]
 
 
-def from_row(row: list[Any]) -> Tile | GemvTile | None:
-    if row == CUBLAS:
-        return None
+def from_row(row: list[Any]) -> Choice | None:
+    if row in (CUBLAS, DEQUANTIZED):
+        return None if row == CUBLAS else Dequantized()
     kind: type[Tile | GemvTile] = GemvTile if row[0] == "gemv" else Tile
     return kind(*row[1:])
 
@@ -124,7 +157,7 @@ def _values(x: torch.Tensor | QuantizedInput) -> torch.Tensor:
 
 
 @cache
-def _measured(device: torch.device) -> dict[str, dict[int, Tile | GemvTile | None]]:
+def _measured(device: torch.device) -> dict[str, dict[int, Choice | None]]:
     """Shape name -> number of tokens -> the tile up to that number; None: cuBLAS."""
     return {
         name: {int(size): from_row(row) for size, row in rows.items()}

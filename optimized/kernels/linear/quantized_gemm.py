@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
-from diptych.optimized.kernels.linear.quantize_input import NUM_COUNTERS, QuantizedInput, has_fp8
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, has_fp8
 from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
 from diptych.optimized.kernels.linear.quantized_values import (
     from_nibbles,
@@ -34,6 +34,8 @@ from diptych.shared.types.quant_scheme import INT4_ZERO, QuantScheme
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)
 BAND = tl.constexpr(8)
+MAX_TILES = 1024
+"""Counters for split-K of inputs that are not quantized."""
 
 
 @triton.constexpr_function
@@ -219,9 +221,11 @@ def quantized_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     tile: Tile | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """y [num_tokens, out] = x̂ @ ŵᵀ + bias + residual, rounded once; y may be the residual. weight, scale and
-    zero, or weight_global: as in QuantScheme.tensors. `can_compute` must hold."""
+    zero, or weight_global: as in QuantScheme.tensors. `can_compute` must hold. counters: for inputs that are
+    not quantized, [MAX_TILES] as `QuantizedInput.counters`; None: no split-K."""
     is_scaled, is_nvfp4 = isinstance(x, QuantizedInput), scheme.weight_type == "nvfp4"
     scale = scale.view(torch.uint8) if is_nvfp4 else scale  # GPUs before sm_89 have no type for e4m3
     values, dtype = (x.q, x.dtype) if isinstance(x, QuantizedInput) else (x, x.dtype)
@@ -245,8 +249,8 @@ def quantized_gemm(
         weight = weight.view(torch.uint8)
         values = values.view(torch.uint8) if is_scaled else values
     num_tiles = triton.cdiv(out, chosen.rows) * triton.cdiv(num_tokens, chosen.tokens)
-    counters = x.counters if isinstance(x, QuantizedInput) else None
-    parts = chosen.parts if counters is not None and num_tiles <= NUM_COUNTERS else 1
+    counters = x.counters if isinstance(x, QuantizedInput) else counters
+    parts = chosen.parts if counters is not None and num_tiles <= len(counters) else 1
     part_bytes = triton.cdiv(weight.shape[1], parts * chosen.step) * chosen.step
     workspace = scale
     if parts > 1:

@@ -100,7 +100,8 @@ def _code_sum(total, words, x):
 def _packed_gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr, stride_words, num_groups,
     OUT: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, GROUPED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    IS_NVFP4: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    IS_NVFP4: tl.constexpr, NATIVE: tl.constexpr,
+    WARPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = UNIT // 2

@@ -172,8 +172,8 @@ def from_nvfp4(tile, scales, HALF: tl.constexpr, NATIVE: tl.constexpr, dtype: tl
     scales = tl.broadcast_to(scales[:, :, None], (ROWS, STEP // HALF, HALF)).reshape(ROWS, STEP)
     if dtype == tl.bfloat16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
-            _NVFP4, "=&r,=&r,=&r,=&r,r,r,r,r,r", [tile, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
-            pack=4,
+            _NVFP4, "=&r,=&r,=&r,=&r,r,r,r,r,r", [tile, scales], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
         )  # fmt: skip
     else:
         return from_mxfp4(tile, scales, dtype)
