@@ -301,6 +301,8 @@ def quantized_gemv(
     assert y.shape == (1, out)
     assert values.stride(1) == weight.stride(1) == scale.stride(1) == y.stride(1) == 1
     rows, warps, steps, ahead = tile or plan(scheme)
+    is_nvfp4 = scheme.weight_type == "nvfp4"
+    scale = scale.view(torch.uint8) if is_nvfp4 else scale  # GPUs before sm_89 have no type for e4m3
     grid = (triton.cdiv(out, warps * rows),)
     options = {
         "OUT": out, "SIZE": size, "WARPS": warps, "ROWS": rows, "AHEAD": ahead,
@@ -318,8 +320,6 @@ def quantized_gemv(
             X_GROUP=(scheme.group_size or 0) if x_grouped else 0, NATIVE=has_fp8(values.device), **options,
         )  # fmt: skip
     else:
-        is_nvfp4 = scheme.weight_type == "nvfp4"
-        scale = scale.view(torch.uint8) if is_nvfp4 else scale
         launched = _packed_gemv_kernel[grid](
             values, weight.view(torch.int32), scale, scale if zero is None else zero, bias, residual, y,
             weight.stride(0) // 4, num_groups, UNIT=scheme.unit(size), GROUPED=num_groups > 1,
