@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diptych.shared.engine.quick_start import quick_start
 from diptych.shared.tools.bench.serve_process import ROOT, own_server
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "CUDA_CACHE_PATH": "cuda"}
@@ -75,12 +76,13 @@ def main() -> None:
     """The process of `start_engine`: prints its phases as one line of JSON."""
     begin = time.time()
     start = time.perf_counter()
-    from diptych.shared.engine.llm import LLM
-    from diptych.shared.types import SamplingParams
+    with quick_start():  # as the commands do
+        from diptych.shared.engine.llm import LLM
+        from diptych.shared.types import SamplingParams
 
-    seconds = {"imports": time.perf_counter() - start}
-    start = time.perf_counter()
-    llm = LLM(**json.loads(sys.argv[1]))
+        seconds = {"imports": time.perf_counter() - start}
+        start = time.perf_counter()
+        llm = LLM(**json.loads(sys.argv[1]))
     spent = time.perf_counter() - start
     seconds |= llm.assembly.seconds
     seconds["rest"] = spent - sum(llm.assembly.seconds.values())

@@ -21,6 +21,9 @@ def start_llm(flags: dict[str, Any]) -> LLM:
 
 
 def _start(flags: dict[str, Any]) -> LLM:
-    from diptych.shared.engine.llm import LLM
+    from diptych.shared.engine.quick_start import quick_start
 
-    return LLM(**flags)
+    with quick_start():
+        from diptych.shared.engine.llm import LLM
+
+        return LLM(**flags)
