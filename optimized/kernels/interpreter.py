@@ -21,9 +21,10 @@ from triton.runtime import interpreter
 _patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 _init_block_type, _init_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
 _broadcast, _where = TritonSemantic.broadcast_impl_value, TritonSemantic.where
+_load = TritonSemantic.load
 _np_dtype, _convert_float = interpreter._get_np_dtype, interpreter._convert_float
 _is_equal_dtype = tl.core.dtype.__eq__
-_create_dot = interpreter.InterpreterBuilder.create_dot
+_create_dot, _read = interpreter.InterpreterBuilder.create_dot, interpreter._interpreter.load
 
 
 @cache
@@ -266,6 +267,33 @@ def _where_of_known_types(self: Any, condition: Any, x: Any, y: Any) -> Any:
     return tl.tensor(interpreter.TensorHandle(selected, dtype), result_type)
 
 
+@cache
+def _zeros(shape: Any, dtype: Any) -> Any:
+    zeros = np.zeros(shape, dtype)
+    zeros.setflags(write=False)
+    return zeros
+
+
+_loaded: dict[str, Any] = {}
+"""Type of a block of pointers -> type of what is there."""
+
+
+def _load_or_zeros(self: Any, ptr: Any, mask: Any, other: Any, *more: Any) -> Any:
+    """A mask of the same shape and zeros elsewhere, which is what most loads ask for."""
+    if mask is None or other is None or not (ptr.type.is_block() and mask.type.is_block()):
+        return _load(self, ptr, mask, other, *more)
+    element, data = ptr.dtype.element_ty, ptr.handle.data
+    is_zero = not other.type.is_block() and not other.handle.data.view(np.uint8).any()
+    if not is_zero or element.is_int1() or mask.handle.data.shape != data.shape:
+        return _load(self, ptr, mask, other, *more)
+    result_type = _loaded.get(ptr.type.name)
+    if result_type is None:
+        result_type = _loaded[ptr.type.name] = tl.block_type(element, ptr.type.shape)
+    dtype = _remember_np_dtype(element)
+    found = _read(data, mask.handle.data, _zeros(data.shape, dtype), dtype)
+    return tl.tensor(interpreter.TensorHandle(found, element), result_type)
+
+
 interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_for_good, _patch_with_index
 interpreter._patch_attr = _patch_builtin
 interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_quickly
@@ -277,5 +305,6 @@ interpreter.TensorHandle.__init__ = _init_handle
 tl.core.dtype.__eq__ = _is_same_dtype
 tl.core.block_type.__init__, tl.core.tensor.__init__ = _remember_block_type, _remember_shape
 TritonSemantic.broadcast_impl_value, TritonSemantic.where = _broadcast_if_different, _where_of_known_types
+TritonSemantic.load = _load_or_zeros
 # Without the overflow check, which repeats each int32 sum in int64; sizes of tests do not overflow.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

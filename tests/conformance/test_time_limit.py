@@ -28,7 +28,7 @@ def test_it_ends_what_does_not_end() -> None:
     start = time.monotonic()
     with pytest.raises(TimeLimitExceeded), time_limit(0.05):
         run_for_ever()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def swallow_once() -> None:

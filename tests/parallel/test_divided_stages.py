@@ -180,4 +180,4 @@ def test_processes_and_a_rank_that_is_killed(model: str, panel: str) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 3 has ended with signal SIGKILL"):
         llm.generate(PROMPTS * 10, temperature=0, max_tokens=200, ignore_eos=True, progress=False)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40

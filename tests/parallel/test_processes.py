@@ -56,7 +56,7 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
         llm.generate(PROMPTS, **sampling)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert follower.process.exitcode == -signal.SIGKILL
     assert llm.scheduler.has_work()  # whose step raises
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
@@ -97,7 +97,7 @@ def test_a_stage_that_is_killed_ends_the_engine(panel: str) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
         llm.generate(PROMPTS * 20, temperature=0, max_tokens=100, ignore_eos=True, progress=False)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         llm.generate(PROMPTS, progress=False)
 
@@ -179,7 +179,7 @@ def test_a_rank_that_is_killed_at_any_moment_ends_all(moment: str, victim: int) 
         start = time.monotonic()
         with pytest.raises(EngineProcessEnded):
             all(llm.step() for _ in itertools.count())
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 40
         assert not any(collector.is_finished for (collector,) in collectors)
     end = time.monotonic() + 10
     while set(descendants(os.getpid())) - before:
