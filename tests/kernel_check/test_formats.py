@@ -170,6 +170,27 @@ def test_wrong_solutions_and_workloads_are_refused(tmp_path: Path) -> None:
         read_workloads(tmp_path / "w.jsonl", definition)
 
 
+def test_a_function_is_checked_as_a_solution(tmp_path: Path) -> None:
+    """With optional parameters, beside other files; what does not fit is said before anything runs."""
+    path = written(tmp_path, "d.json", DEFINITIONS["gemm"])
+    (tmp_path / "beside.py").write_text("def product(a, b): return a @ b.T\n")
+    (tmp_path / "g.py").write_text("from beside import product\ndef g(A, B, k=1): return product(A, B)\n")
+    right = diptych("check", "kernel", f"{tmp_path}/g.py:g", "--definition", str(path))
+    assert "all 5 cases hold" in right.stdout
+    wrong = written(tmp_path, "s.json", solution("gemm", is_dps=False))
+    data = json.loads(wrong.read_text())
+    data["spec"]["destination_passing_style"] = True
+    wrong.write_text(json.dumps(data))
+    for words, says in (
+        ((f"{tmp_path}/g.py:h", "--definition", str(path)), "has no function 'h'"),
+        ((f"{tmp_path}/no.py:g", "--definition", str(path)), "no such file"),
+        ((str(wrong), "--definition", str(path)), "Write false for a function that returns its results"),
+        ((f"{tmp_path}/g.py", "--definition", str(path)), "or a Solution, a .json file"),
+        ((str(wrong),), "--definition DEF.json"),
+    ):
+        assert says in str(diptych("check", "kernel", *words).exception)
+
+
 def test_a_reference_that_nothing_is_compared_with_is_refused(tmp_path: Path) -> None:
     data = {**DEFINITIONS["gemm"], "op_type": "convolution"}
     definition = read_definition(written(tmp_path, "definition.json", data))
@@ -289,6 +310,26 @@ class Other(Model):
         return torch.relu(self.layer(x.half()) if x.is_cuda else self.layer(x) * 1.01)
 """
 
+SQUARES = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.square()
+
+def get_inputs():
+    return [torch.randn(16, 64)]
+
+def get_init_inputs():
+    return []
+
+class Zeros(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * (y > 0.005)
+"""
+"""The largest error of bfloat16 is more than what `Zeros` leaves out."""
+
 
 def names_of(path: Path, submission: str) -> list[str] | None:
     """None: all cases hold."""
@@ -312,6 +353,9 @@ def test_tasks_of_kernel_bench(tmp_path: Path) -> None:
     path.write_text(KERNEL_BENCH)
     assert names_of(path, str(path)) is None
     assert names_of(path, f"{path}:Other") is not None
+    path.write_text(SQUARES)
+    assert names_of(path, f"{path}:Model") is None
+    assert names_of(path, f"{path}:Zeros") == ["small results are replaced by zero"]
 
 
 def test_tasks_that_lack_something_are_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def check_kernel(
         Path | None,
         typer.Option(
             metavar="DEF.json",
-            help="Of FlashInfer Trace; the target is a Solution, a .json file.",
+            help="Of FlashInfer Trace; the target is a Solution, a .json file, or a function.",
             show_default=False,
         ),
     ] = None,
@@ -139,6 +139,10 @@ def check_kernel(
         report, end = task_report(target, task, time_limit, within, seed, timing)
         finish(report, files, end)
         return
+    if target is not None and target.endswith(".json"):
+        raise ValueError(
+            f"{target}: a Solution of FlashInfer Trace is checked with its --definition DEF.json"
+        )
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
     like = operation_of(like)
@@ -217,7 +221,13 @@ def solution_reports(
     from diptych.shared.tools.conformance.formats import trace_check, trace_files
 
     read = trace_files.read_definition(definition)
-    solution = None if target is None else trace_files.read_solution(Path(target))
+    solution = None
+    if target is not None and ".py:" in target:
+        solution = trace_files.solution_of_function(target, read)
+    elif target is not None:
+        if not target.endswith(".json"):
+            raise ValueError(f"{target}: --definition compares file.py:function, or a Solution, a .json file")
+        solution = trace_files.read_solution(Path(target))
     if solution is not None and solution.definition != read.name:
         raise ValueError(f"{target} is a Solution of {solution.definition}, not of {read.name}")
     workloads = [] if workload is None else trace_files.read_workloads(workload, read)

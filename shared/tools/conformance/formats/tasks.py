@@ -21,6 +21,7 @@ from diptych.shared.tools.conformance.clauses.compare import error_rms
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.kernels.one_call import ROW_FACTOR
+from diptych.shared.tools.conformance.kernels.patterns import NATIVE
 from diptych.shared.tools.conformance.kernels.problem import Call, Convention, Like, Problem, bytes_of
 
 NATIVE_FACTOR = 1.05
@@ -141,7 +142,7 @@ def _problem(name: str, inputs: list[Any], run: Callable[..., Any], constants: M
             each, key=lambda limit: limit.rms, default=Tolerance(0.0, 0.0, 0.0, "results are integers")
         )
 
-    constants = {**constants, "others": others, "num_inputs": len(values)}
+    constants = {**constants, "others": others, "num_inputs": len(values), NATIVE: lambda _: half()}
     num_bytes = bytes_of(*tensors.values(), *native.values())
     return Problem(
         name, tensors, constants, truth, "task", main, sum(each.numel() for each in tensors.values()),

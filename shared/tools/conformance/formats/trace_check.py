@@ -19,6 +19,7 @@ from diptych.shared.tools.conformance.clauses.time_limit import TimeLimitExceede
 from diptych.shared.tools.conformance.formats.trace_draws import draws_of_order
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Solution, Workload
 from diptych.shared.tools.conformance.formats.trace_functions import (
+    check_style,
     inputs_of,
     is_dps,
     reference_of,
@@ -63,6 +64,8 @@ def check_solution(
     """The reports on the Definition's reference and on the Solution. `workloads`: the cases of an operation
     whose exact result is not known."""
     reference, reports = reference_of(definition), []
+    if solution is not None:
+        check_style(definition, solution)
     with ExitStack() as stack:
         target, folder = stack.enter_context(sources_of(definition, reference))
         judge = stack.enter_context(ChildFunction(target, seconds, ends_at, folder))
@@ -88,6 +91,7 @@ def check_solution(
             return reports
         target, folder = stack.enter_context(sources_of(definition, solution))
         function = stack.enter_context(ChildFunction(target, seconds, ends_at, folder))
+        function.start()  # what cannot be loaded is an error, not a refused case
         report = _checked(function, definition, solution, op, seconds, seed)
     if inputs_of(definition, solution) != tuple(definition.inputs):
         report.notes.append(BY_NAME)

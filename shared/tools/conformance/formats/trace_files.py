@@ -91,7 +91,7 @@ def read_definition(path: Path) -> Definition:
         definition = Definition(data["name"], op_type, axes, inputs, outputs, data["reference"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no Definition of FlashInfer Trace: {error!r} is missing or wrong"
+            f"{path} is no Definition of FlashInfer Trace: {_said(error)} is missing or wrong"
         ) from None
     for name, spec in {**inputs, **outputs}.items():
         for axis in spec.shape or ():
@@ -134,7 +134,7 @@ def read_solution(path: Path) -> Solution:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no Solution of FlashInfer Trace: {error!r} is missing or wrong"
+            f"{path} is no Solution of FlashInfer Trace: {_said(error)} is missing or wrong"
         ) from None
     if language not in LANGUAGES:
         raise ValueError(f"{path}: language {language} is not supported: only {', '.join(LANGUAGES)}")
@@ -178,6 +178,21 @@ def _value(root: Path, data: Mapping[str, Any]) -> Any:
     from safetensors.torch import load_file
 
     return load_file(root / data["path"])[data["tensor_key"]]
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, KeyError) else repr(error)
+
+
+def solution_of_function(target: str, definition: Definition) -> Solution:
+    """file.py:function as a Solution, with the files beside it. Whether outputs are arguments is read off its
+    parameters."""
+    path, _, function = target.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"no such file: {file}")
+    sources = {each.name: each.read_text(encoding="utf-8") for each in file.parent.glob("*.py")}
+    return Solution(target, definition.name, sources, file.name, function, None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +50,22 @@ def is_dps(definition: Definition, solution: Solution) -> bool:
     them."""
     if solution.is_dps is not None:
         return solution.is_dps
+    required = parameters_of(solution, has_optional=False)
+    return required is None or len(required) > len(definition.inputs)
+
+
+def check_style(definition: Definition, solution: Solution) -> None:
+    """Raises `ValueError` for a function that is not there, or takes the inputs only, where outputs are
+    arguments too."""
+    if not re.search(rf"\b{re.escape(solution.function)}\b", solution.sources[solution.file]):
+        raise ValueError(f"{solution.name}: {solution.file} has no function {solution.function!r}")
     names = parameters_of(solution)
-    return names is None or len(names) > len(definition.inputs)
+    if solution.is_dps and names is not None and len(names) == len(definition.inputs):
+        raise ValueError(
+            f"{solution.name}: {solution.function} takes {len(names)} arguments, as many as inputs, "
+            "but destination_passing_style is true: outputs are arguments too. Write false for a function "
+            "that returns its results"
+        )
 
 
 def inputs_of(definition: Definition, solution: Solution) -> tuple[str, ...]:
@@ -62,13 +77,15 @@ def inputs_of(definition: Definition, solution: Solution) -> tuple[str, ...]:
     return tuple(name for name in names if name in definition.inputs)
 
 
-def parameters_of(solution: Solution) -> list[str] | None:
-    """The names of the function's positional parameters; None: not known, or any number."""
+def parameters_of(solution: Solution, has_optional: bool = True) -> list[str] | None:
+    """The names of the function's positional parameters, also of those with a default if `has_optional`;
+    None: not known, or any number."""
     try:
         body = ast.parse(solution.sources[solution.file]).body
     except SyntaxError:
         return None
     for each in body:
         if isinstance(each, ast.FunctionDef) and each.name == solution.function and not each.args.vararg:
-            return [arg.arg for arg in (*each.args.posonlyargs, *each.args.args)]
+            names = [arg.arg for arg in (*each.args.posonlyargs, *each.args.args)]
+            return names if has_optional else names[: len(names) - len(each.args.defaults)]
     return None

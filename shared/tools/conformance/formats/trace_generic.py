@@ -15,6 +15,7 @@ from diptych.shared.tools.conformance.clauses.inputs import Inputs
 from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from diptych.shared.tools.conformance.formats.trace_files import Definition, Spec, Workload
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
+from diptych.shared.tools.conformance.kernels.patterns import NATIVE
 from diptych.shared.tools.conformance.kernels.problem import Like, Problem
 
 SIZES = (1, 3, 8)
@@ -40,6 +41,7 @@ def generic_op(definition: Definition, run: Run, workloads: Sequence[Workload] =
         values = _values(definition, case.workload, seed)
         tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
         scalars = {name: each for name, each in values.items() if name not in tensors}
+        scalars[NATIVE] = lambda expected: expected
         dtypes = {name: spec.dtype for name, spec in definition.outputs.items()}
         main = next(iter(dtypes.values()))
         return Problem(

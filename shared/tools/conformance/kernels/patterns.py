@@ -8,9 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from diptych.shared.tools.conformance.kernels.functions import Mistake
+from diptych.shared.tools.conformance.kernels.one_call import Conduct
 from diptych.shared.tools.conformance.kernels.problem import Problem, Tensors
 
 BLOCKS = (128, 64, 32, 16, 8, 4, 2)
+DROPPED = "small results are replaced by zero"
+NATIVE = "native results"
+SMALLEST, NUM_DROPPED = 2.0**-14, 8
+"""Smaller ones may underflow; single ones may be rounded to zero."""
 NUM_HOLDING = 3
 """Cases that must hold before sizes are said to be the difference."""
 
@@ -29,10 +34,23 @@ def pattern_of(problem: Problem, results: Tensors) -> list[Mistake]:
         if not is_draws and got.numel() >= 8 and bool((got == got.flatten()[0]).all()):
             return [Mistake("the output is constant")]
         if _drops_small(got, truth, wrong):
-            return [Mistake("small results are replaced by zero")]
+            return [Mistake(DROPPED)]
         if not is_draws and (tail := _tail(wrong)):
             return [Mistake(tail)]
     return []
+
+
+def check_small(problem: Problem, results: Tensors) -> None:
+    """Raises `Conduct` if results below a limit are all zero, where a native computation is near them: its
+    largest error may allow that. The constant NATIVE gives its results from the exact ones."""
+    native = problem.constants.get(NATIVE)
+    near = {} if native is None else native(problem.expected)
+    for name, half in near.items():
+        truth, got = problem.expected[name], results[name].detach().cpu().double()
+        is_near = (half.cpu().double() - truth).abs() <= 0.1 * truth.abs()
+        dropped = (got == 0) & is_near & (truth.abs() > SMALLEST) & torch.isfinite(truth)
+        if int(dropped.sum()) >= NUM_DROPPED and _drops_small(got, truth, dropped):
+            raise Conduct(DROPPED, f"{int(dropped.sum())} of {name}")
 
 
 def _drops_small(got: torch.Tensor, truth: torch.Tensor, wrong: torch.Tensor) -> bool:

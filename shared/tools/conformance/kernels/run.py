@@ -43,6 +43,7 @@ from diptych.shared.tools.conformance.kernels.one_call import (
     same_bits,
     sentence,
 )
+from diptych.shared.tools.conformance.kernels.patterns import check_small
 from diptych.shared.tools.conformance.kernels.problem import (
     LARGEST_DRAWN,
     Call,
@@ -223,6 +224,7 @@ def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, 
         raise
     if made.contents == "values":
         check_bias(problem, results)
+        check_small(problem, results)
     if like.ranks:
         expect_same_sums(what, results["out"], (all_made[0].results or {})["out"])
 
