@@ -188,7 +188,7 @@ def test_a_function_is_checked_as_a_solution(tmp_path: Path) -> None:
         ((f"{tmp_path}/g.py", "--definition", str(path)), "or a Solution, a .json file"),
         ((str(wrong),), "--definition DEF.json"),
     ):
-        assert says in str(diptych("check", "kernel", *words).exception)
+        assert says in diptych("check", "kernel", *words).output
 
 
 def test_a_reference_that_nothing_is_compared_with_is_refused(tmp_path: Path) -> None:
