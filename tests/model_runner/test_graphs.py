@@ -30,6 +30,7 @@ def engine(model: str, backend: str, **flags: Any) -> LLM:
         "cuda_graph_bs": SIZES,
         "cuda_graph_max_tokens": 256,
         "skip_warmup": True,  # kernels are compiled when a test needs them
+        "num_continuous_decode_steps": 1,  # as without graphs
     }
     return LLM(model=model, panel="optimized", device="cuda", use=use, **{**plain, **flags})
 
