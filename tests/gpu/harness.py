@@ -70,13 +70,13 @@ def computed_once(function: F, folder: Path = ANSWERS) -> F:
             return function(*arguments)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{run}.{function.__module__}.{function.__qualname__}{arguments!r}".replace("/", "_")
-        with (folder / name).open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if file.tell() == 0:
-                pickle.dump(function(*arguments), file)
-                file.flush()
-            file.seek(0)
-            return pickle.load(file)
+        path, new = folder / name, folder / f"{name}.new"
+        with (folder / f"{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():  # a writer that ends early leaves nothing to read
+                new.write_bytes(pickle.dumps(function(*arguments)))
+                new.replace(path)
+        return pickle.loads(path.read_bytes())
 
     return cache(read_or_compute)  # type: ignore[return-value]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import pickle
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +92,25 @@ def test_one_worker_computes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, second = (harness.computed_once(function, tmp_path) for _ in range(2))
     assert [first(1), second(1), second(2), first(2)] == [2, 2, 3, 3]
     assert computed == [1, 2]
+
+
+def test_workers_that_wait_compute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a result that cannot be written stay."""
+    computed: list[int] = []
+
+    def function(number: int) -> Any:
+        computed.append(number)
+        time.sleep(0.2)
+        return number if computed.count(number) > 1 or number else lambda: None
+
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "run")
+    workers = [harness.computed_once(function, tmp_path) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda worker: worker(1), workers)) == [1, 1, 1]
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        workers[0](0)
+    assert workers[1](0) == 0
+    assert computed == [1, 0, 0]
 
 
 class Device:

@@ -16,4 +16,4 @@ def test_rounds_hold(model: str, seed: int) -> None:
     tally = Soak(flags).round(seed)
     assert tally.num_requests > 20
     assert tally.num_retractions > 0
-    assert tally.num_cut < tally.num_requests
+    assert tally.num_cut < tally.num_requests * 2 / 3  # of a single round nearly half may be

@@ -24,7 +24,7 @@ MAX_SECONDS = 600.0
 def judged(path: Path, seconds: float, seed: int = 1) -> dict[str, Any]:
     """What `diptych check kernel --definition` says of a Definition's own reference."""
     size = read_definition(path).num_const_bytes / 2**30
-    row: dict[str, Any] = {"name": path.stem, "GiB": round(size, 1)}
+    row: dict[str, Any] = {"name": path.stem, "GiB": round(size, 1), "sizes": "none"}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "diptych", "check", "kernel", "--definition", str(path)]
         command += ["--seed", str(seed), "--within", f"{seconds:g}", "--time-limit", f"{seconds:g}"]

@@ -20,7 +20,12 @@ from diptych.shared.tools.conformance.formats.trace_files import (
     read_solution,
     read_workloads,
 )
-from diptych.shared.tools.conformance.formats.trace_functions import inputs_of, is_dps, reference_of
+from diptych.shared.tools.conformance.formats.trace_functions import (
+    check_style,
+    inputs_of,
+    is_dps,
+    reference_of,
+)
 from diptych.shared.tools.conformance.formats.trace_smaller import smaller
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
@@ -175,6 +180,7 @@ def test_a_function_is_checked_as_a_solution(tmp_path: Path) -> None:
     path = written(tmp_path, "d.json", DEFINITIONS["gemm"])
     (tmp_path / "beside.py").write_text("def product(a, b): return a @ b.T\n")
     (tmp_path / "g.py").write_text("from beside import product\ndef g(A, B, k=1): return product(A, B)\n")
+    (tmp_path / "old.py").write_bytes("# \u00e9".encode("latin-1"))
     right = diptych("check", "kernel", f"{tmp_path}/g.py:g", "--definition", str(path))
     assert "all 5 cases hold" in right.stdout
     wrong = written(tmp_path, "s.json", solution("gemm", is_dps=False))
@@ -184,6 +190,7 @@ def test_a_function_is_checked_as_a_solution(tmp_path: Path) -> None:
     for words, says in (
         ((f"{tmp_path}/g.py:h", "--definition", str(path)), "has no function 'h'"),
         ((f"{tmp_path}/no.py:g", "--definition", str(path)), "no such file"),
+        ((f"{tmp_path}/old.py:g", "--definition", str(path)), "old.py is no .py file in UTF-8"),
         ((str(wrong), "--definition", str(path)), "Write false for a function that returns its results"),
         ((f"{tmp_path}/g.py", "--definition", str(path)), "or a Solution, a .json file"),
         ((str(wrong),), "--definition DEF.json"),
@@ -258,6 +265,11 @@ def test_a_reference_with_large_inputs_is_judged_with_smaller_ones(
     (wrong,) = check_solution(large_experts(tmp_path, "F.silu(gate) * up", "F.silu(up) * gate"), None, seed=1)
     assert "silu is applied to the first half of gemm1" in wrong.names
     assert not wrong.notes  # of its own sizes
+    monkeypatch.setattr(trace_check, "free_memory", lambda: 1)
+    (wrong,) = check_solution(large_experts(tmp_path, "F.silu(gate) * up", "F.silu(up) * gate"), None, seed=1)
+    assert wrong.status == 1
+    assert "512 instead of" in wrong.notes[0]
+    assert "Its own sizes are not tried" in wrong.notes[1]
 
 
 @pytest.mark.full
@@ -382,3 +394,4 @@ def test_inputs_are_passed_by_name_or_in_order(tmp_path: Path) -> None:
     )
     assert inputs_of(plain, said) == ("A", "B")
     assert (is_dps(plain, said), is_dps(plain, unsaid)) == (False, True)
+    check_style(plain, replace(said, sources={"f.py": "from impl import *"}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LI
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.kernel_report_html import render
 from diptych.shared.tools.conformance.kernels.mistakes import is_rounding
-from diptych.shared.tools.conformance.kernels.one_call import PRECISION
+from diptych.shared.tools.conformance.kernels.one_call import PRECISION, Conduct
+from diptych.shared.tools.conformance.kernels.patterns import NATIVE, check_small
 from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from diptych.shared.tools.conformance.kernels.sampler_like import drawn
 from docs.examples.my_kernels import rms_norm, silu_and_mul
@@ -148,3 +151,13 @@ def test_the_table_shows_refused_strided_rows() -> None:
     assert result.exit_code == 0, result.output
     assert "without strided rows" in result.stdout
     assert "holds; strided" in result.stdout
+
+
+def test_small_results_of_8_bits_may_be_zero() -> None:
+    exact = torch.linspace(0.001, 1, 64).double()
+    got = {"y": torch.where(exact < 0.2, 0, exact)}
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float32):
+        problem: Any = SimpleNamespace(constants={NATIVE: lambda expected: expected}, expected={"y": exact})
+        problem.dtype_of = {"y": dtype}.get
+        with pytest.raises(Conduct) if dtype == torch.float32 else nullcontext():
+            check_small(problem, got)

@@ -115,10 +115,15 @@ def _judged(judge: ChildFunction, definition: Definition, op: TraceOp, seconds: 
             ChildFunction(target, seconds, judge.ends_at, folder) as function,
         ):
             report = _checked(function, small, reference, small_op, seconds, seed)
-        if not report.status:
-            report.notes.append(SMALLER.format(changed_sizes(definition, small)))
+        notes = [SMALLER.format(changed_sizes(definition, small))]
+        try:
+            if report.status:
+                memory_of_cases(definition)
+        except ValueError as error:
+            notes.append(f"Its own sizes are not tried: {error}")
+        if len(notes) > 1 or not report.status:
+            report.notes += notes
             return report
-        memory_of_cases(definition)
     report = _checked(judge, definition, reference_of(definition), op, seconds, seed)
     for each in report.failing:
         if NO_MEMORY in str(each.failure):

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,18 @@ def _said(error: Exception) -> str:
 
 
 def solution_of_function(target: str, definition: Definition) -> Solution:
-    """file.py:function as a Solution, with the files beside it. Whether outputs are arguments is read off its
-    parameters."""
+    """file.py:function as a Solution, with the files in UTF-8 beside it, but no folders. Whether outputs are
+    arguments is read off its parameters."""
     path, _, function = target.rpartition(":")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
-    sources = {each.name: each.read_text(encoding="utf-8") for each in file.parent.glob("*.py")}
+    sources = {}
+    for each in file.parent.glob("*.py"):
+        with suppress(UnicodeDecodeError):
+            sources[each.name] = each.read_text(encoding="utf-8")
+    if file.name not in sources:
+        raise ValueError(f"{file} is no .py file in UTF-8")
     return Solution(target, definition.name, sources, file.name, function, None)
 
 

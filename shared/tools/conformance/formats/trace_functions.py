@@ -57,7 +57,7 @@ def is_dps(definition: Definition, solution: Solution) -> bool:
 def check_style(definition: Definition, solution: Solution) -> None:
     """Raises `ValueError` for a function that is not there, or takes the inputs only, where outputs are
     arguments too."""
-    if not re.search(rf"\b{re.escape(solution.function)}\b", solution.sources[solution.file]):
+    if not re.search(rf"\b{re.escape(solution.function)}\b|\bimport *\*", solution.sources[solution.file]):
         raise ValueError(f"{solution.name}: {solution.file} has no function {solution.function!r}")
     names = parameters_of(solution)
     if solution.is_dps and names is not None and len(names) == len(definition.inputs):
