@@ -41,14 +41,14 @@ STEPS_TOGETHER, TOKENS_TOGETHER = 4, 64
 
 def has_short_steps(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> bool:
     """Whether decode steps in CUDA graphs would wait for the CPU."""
-    if device.type != "cuda" or config.disable_cuda_graph or config.num_continuous_decode_steps is not None:
+    if device.type != "cuda" or config.num_continuous_decode_steps is not None:
         return False
     if any(getattr(config, name) not in works for name, works in DECIDES_BEHIND_EACH_STEP):
         return False
     if model_config.linear_attention is not None:  # states are kept at every 256th token, between launches
         return False
-    shapes = expected_shapes(model_config)
-    num_bytes = num_weight_bytes(shapes, model_config.quantization, model_config.dtype)
+    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    num_bytes = num_weight_bytes(expected_shapes(model_config), model_config.quantization, dtype)
     return num_bytes <= MOST_BYTES_OF_SHORT_STEPS
 
 
@@ -61,11 +61,12 @@ class PlainDecoding(SchedulerFeature):
         """Batches that may be in flight when the next one is formed."""
         return 1
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
         num_steps, parts = 1, self.parts
-        if most_steps > 1:
+        is_behind_prompt = bool(self.pipeline) and self.pipeline.batches[-1].batch.num_extend_reqs > 0
+        if most_steps is not None and most_steps > 1 and not is_behind_prompt:
             coming = self.pipeline.nums_in_flight(reqs)
             num_steps = num_decode_steps(reqs, most_steps, parts.tree_cache, parts.allocator, coming)
         return prepare_for_decode(reqs, parts, num_steps)

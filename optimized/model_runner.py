@@ -99,6 +99,7 @@ class ModelRunner(interface.ModelRunner):
         self.replays = ReplayCounts(self.kinds)
         graphs = None if config.disable_cuda_graph else self.make_graphs(self.model, self.kv_pool.device)
         self.compile_seconds = self.steps.prepare(self, graphs, sampler, num_token_ids)
+        self.max_replayed_bs = self.steps.decode.max_replayed_bs
 
     def _steps_for(self, forward_batch: ForwardBatch) -> Steps | None:
         return next((steps for steps in self.kinds if steps.takes(forward_batch)), None)

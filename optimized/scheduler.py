@@ -250,7 +250,9 @@ class Scheduler(interface.Scheduler):
         requests."""
         if self.config.num_continuous_decode_steps is not None:
             return self.config.num_continuous_decode_steps
-        return min(STEPS_TOGETHER, max(TOKENS_TOGETHER // num_reqs, 1)) if self.has_short_steps else 1
+        if not self.has_short_steps or num_reqs > self.parts.model_runner.max_replayed_bs:
+            return 1
+        return min(STEPS_TOGETHER, max(TOKENS_TOGETHER // num_reqs, 1))
 
     def _decodable(self) -> list[Req]:
         """The running requests that may produce a token beyond the one in flight."""

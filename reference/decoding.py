@@ -28,11 +28,11 @@ class PlainDecoding:
     def __init__(self, parts: SchedulerParts) -> None:
         self.parts = parts
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
         num_steps, parts = 1, self.parts
-        if most_steps > 1:
+        if most_steps is not None and most_steps > 1:
             num_steps = num_decode_steps(reqs, most_steps, parts.tree_cache, parts.allocator)
         return prepare_for_decode(reqs, parts, num_steps)
 

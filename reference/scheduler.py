@@ -164,7 +164,7 @@ class Scheduler(interface.Scheduler):
         """A decode step of all running requests, or several, after retractions if memory is short."""
         if not self.requests.running:
             return None
-        batch = self.decoding.prepare(self.requests.running, self.config.num_continuous_decode_steps or 1)
+        batch = self.decoding.prepare(self.requests.running, self.config.num_continuous_decode_steps)
         if batch is None:
             return self._retract_to_decode()
         self.new_token_ratio.decay()

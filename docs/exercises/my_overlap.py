@@ -46,8 +46,8 @@ class MyScheduler(Scheduler):
 
     def get_batch_decode(self) -> ScheduleBatch | None:
         """A decode step of all `_decodable()` requests, or None. `decoding.prepare` takes them and
-        `config.num_continuous_decode_steps or 1`, and gives None if slots are short; `_retract_to_decode`
-        makes room. After a step without retraction `new_token_ratio` decays."""
+        `config.num_continuous_decode_steps`, and gives None if slots are short; `_retract_to_decode` makes
+        room. After a step without retraction `new_token_ratio` decays."""
         raise NotImplementedError("TODO one request: may requests be retracted now?")
 
     def process_batch_result(self, batch: InFlight, result: BatchResult) -> None:

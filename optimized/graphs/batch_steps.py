@@ -77,6 +77,12 @@ class BatchSteps(Steps):
         self.min_rows = 0  # requests, of ranks that step together
         self.by_size: dict[int, BatchStep] = {}
 
+    @property
+    def max_replayed_bs(self) -> int:
+        """Most requests of a step whose model and sampler are replayed."""
+        sizes = (size for size, step in self.by_size.items() if step.replay_model and step.replay_sampler)
+        return max(sizes, default=0)
+
     def takes(self, batch: ForwardBatch) -> bool:
         fits = self.buffers.fits(batch)
         return fits and batch.batch_size <= self.max_bs and batch.input_logprob_rows is None

@@ -69,7 +69,7 @@ class DiffusionDecoding(PlainDecoding):
     def num_reserved(self, running: Sequence[Req]) -> int:
         return sum(req.diffusion.block_len for req in running if req.diffusion is not None)
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Slots to the end of each request's block, and one for each plain request."""
         filling = [req for req in reqs if req.diffusion is not None]
         plain = [req for req in reqs if req.diffusion is None]

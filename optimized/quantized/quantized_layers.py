@@ -124,16 +124,14 @@ class QuantizedLinear(interface.QuantizedLinear):
     ) -> None:
         multiply(
             x, self.weight, self.weight_scale, self._zero, self.scheme, y,
-            bias=self.bias, residual=residual, counters=self._zeros() if self.scheme.is_packed else None,
+            bias=self.bias, residual=residual, counters=self.counters,
         )  # fmt: skip
 
-    def _zeros(self) -> torch.Tensor | None:
-        """Counters of split-K, zeros between the calls of this layer. None in a graph that is captured before
-        any call: its zeros would be written when it runs."""
-        is_captured = self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not is_captured and (self.counters is None or self.counters.device != self.weight.device):
+    def make_counters(self) -> None:
+        """Counters of split-K, zeros between the calls of this layer. Made before graphs are captured: zeros
+        made within one would be written whenever it runs."""
+        if self.scheme.is_packed:
             self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=self.weight.device)
-        return self.counters
 
     def _in_fixed_order(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """The bits of a row do not depend on the others: that was measured for cuBLAS's row-wise FP8 on an

@@ -91,7 +91,7 @@ class SpeculativeDecoding(PlainDecoding):
         # So that they can go on speculating.
         return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in running)
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction. A plain
         step needs the length of each request, so it returns None while a round is in flight."""
         if self.can_speculate(reqs):

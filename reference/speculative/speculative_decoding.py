@@ -35,7 +35,7 @@ class SpeculativeDecoding(PlainDecoding, SchedulerFeature):
     def num_reserved(self, running: Sequence[Req]) -> int:
         return self.num_slots * len(running)  # so that they can go on speculating
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction."""
         return self._prepare_round(reqs) if self.can_speculate(reqs) else super().prepare(reqs)
 

@@ -96,6 +96,9 @@ class ModelRunner(ABC):
         if features.run_model is not None:
             self.run_model = features.run_model
 
+    max_replayed_bs = 0
+    """Most requests of a decode step that CUDA graphs replay, sampler included; known after `prepare`."""
+
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         """Logits of each request's last token (TARGET_VERIFY: of every token), and prompt log-probabilities

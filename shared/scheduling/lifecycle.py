@@ -29,7 +29,7 @@ class DecodeStrategy(Protocol):
     """How running requests decode: one token each, or drafts that the model verifies. It may be a
     `SchedulerFeature`."""
 
-    def prepare(self, reqs: list[Req], most_steps: int = 1) -> ScheduleBatch | None:
+    def prepare(self, reqs: list[Req], most_steps: int | None = None) -> ScheduleBatch | None:
         """Slots for a decode step of all these requests, or for several steps. None: there is no memory for
         it."""
 

@@ -184,6 +184,7 @@ def test_what_the_table_says_of_4_bits(
         layer = QuantizedLinear(640, 100, scheme, bias=True)
     tensors = {**quantize_weight(draw(100, 640, seed=3) * 640**-0.5, scheme), "bias": bias}
     layer.load_state_dict(tensors, strict=False)
+    layer.make_counters()
     for module in (quantized_layers, quantized_choice):
         monkeypatch.setattr(module, "measured_tile", lambda *_: choice)
     weight = exact.dequantize(layer.weight, layer.weight_scale, layer._zero, scheme)

@@ -216,3 +216,14 @@ def test_answers_on_a_gpu(method: str) -> None:
     prompts = [llm.chat_prompt(ASK)] * 80  # more tokens in a step than Triton's GEMM of few tokens takes
     outputs = llm.generate(prompts, temperature=0, max_tokens=24)
     assert [output.text for output in outputs] == [expected] * 80
+
+
+def test_split_k_has_its_counters_before_graphs() -> None:
+    """Graphs of small batches have them although no pass of few tokens ran before: so results are the same
+    with and without graphs."""
+    for method in ("int4", "nvfp4"):
+        llm = LLM("tiny-dense", quantization=method, **{**FLAGS, "panel": "optimized"})
+        model = llm.assembly.parts.model_runner.model
+        layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+        assert layers
+        assert all(each.counters is not None for each in layers)

@@ -54,15 +54,19 @@ def test_one_of_two_requests_of_a_prefill_gets_log_probabilities(panel: str, fir
         harness.expect_what_it_gets_alone(rid)
 
 
-@pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 4), (16, 4), (20, 3), (40, 1)])
+@pytest.mark.parametrize(
+    ("num_reqs", "max_replayed_bs", "num_steps"),
+    [(1, 64, 4), (16, 64, 4), (16, 8, 1), (20, 64, 3), (40, 64, 1)],
+)
 def test_short_steps_are_launched_together(
-    num_reqs: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+    num_reqs: int, max_replayed_bs: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the flag says nothing."""
     monkeypatch.setattr(scheduler, "has_short_steps", lambda *of_engine: True)
     harness = SchedulerHarness(
         replace={"scheduler": scheduler.Scheduler}, pool_tokens=1024, max_running_requests=64
     )
+    harness.model_runner.max_replayed_bs = max_replayed_bs
     rids = [harness.submit([i, 1, 2], 14) for i in range(num_reqs)]
     harness.run()
     for rid in rids:
@@ -76,10 +80,10 @@ def test_short_steps_are_launched_together(
     [
         ({}, False, True),
         ({"num_continuous_decode_steps": 2}, False, False),
-        ({"disable_cuda_graph": True}, False, False),
         ({"pp": 2}, False, False),
         ({"speculative": "ngram"}, False, False),
         ({}, True, False),
+        ({"dtype": "float32"}, True, False),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ class MyScheduler:
         decodable = self._decodable()
         if not decodable:
             return None
-        batch = self.decoding.prepare(decodable, self.config.num_continuous_decode_steps or 1)
+        batch = self.decoding.prepare(decodable, self.config.num_continuous_decode_steps)
         if batch is None:
             return None if self.pipeline else self._retract_to_decode()
         self.new_token_ratio.decay()
