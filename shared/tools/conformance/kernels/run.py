@@ -112,13 +112,15 @@ def check_arguments(
 
 def fitting_conventions(like: Like, case: Any, function: ChildFunction) -> list[str]:
     """The libraries whose arguments the function can take."""
-    if like.ranks:
-        return []
-    return [
-        each.library
-        for each in CONVENTIONS.get(like.name, ())
-        if function.bind(each.build(like.make(case, each.takes_scale, 0))) is None
-    ]
+    found: list[str] = []
+    for each in CONVENTIONS.get(like.name, ()) if not like.ranks else ():
+        try:
+            made = each.build(like.make(case, each.takes_scale, 0))
+        except ValueError:  # the convention has no arguments for such a case
+            continue
+        if function.bind(made) is None:
+            found.append(each.library)
+    return found
 
 
 class Made(NamedTuple):
