@@ -97,6 +97,9 @@ class ModelRunner(interface.ModelRunner):
         self.steps = AllSteps(config, self, self.num_logprob_rows)
         self.kinds = self.steps.kinds
         self.replays = ReplayCounts(self.kinds)
+        for module in self.model.modules():
+            if callable(make_counters := getattr(module, "make_counters", None)):  # of quantized layers
+                make_counters()
         graphs = None if config.disable_cuda_graph else self.make_graphs(self.model, self.kv_pool.device)
         self.compile_seconds = self.steps.prepare(self, graphs, sampler, num_token_ids)
         self.max_replayed_bs = self.steps.decode.max_replayed_bs

@@ -88,10 +88,6 @@ class AllSteps:
     ) -> float:
         """Compile kernels on a GPU, then capture, if there are `graphs`. Returns the seconds of compiling."""
         config, start = self.config, time.perf_counter()
-        for module in runner.model.modules():
-            make_counters = getattr(module, "make_counters", None)  # of quantized layers
-            if make_counters is not None:
-                make_counters()
         # Elsewhere the ranks exchange tokens of a batch, which an example does not have.
         is_plain = config.pp == config.ep == 1 and not config.dp_attention
         if self.device.type == "cuda" and not config.skip_warmup and is_plain:
