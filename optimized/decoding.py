@@ -40,7 +40,8 @@ STEPS_TOGETHER, TOKENS_TOGETHER = 4, 64
 
 
 def has_short_steps(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> bool:
-    """Whether decode steps in CUDA graphs would wait for the CPU."""
+    """Whether decode steps that CUDA graphs replay would wait for the CPU, and may be launched together
+    though no flag says so."""
     if device.type != "cuda" or config.num_continuous_decode_steps is not None:
         return False
     if any(getattr(config, name) not in works for name, works in DECIDES_BEHIND_EACH_STEP):

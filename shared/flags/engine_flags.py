@@ -221,9 +221,10 @@ class EngineFlags:
     )  # fmt: skip
     """With more the GPU waits less for the CPU, where steps are short. Tokens come in groups, a new request
     waits for all steps of a group, and one that stops computes tokens of up to two groups in vain: so by
-    default a group has at most 64 tokens, and is of a model whose weights take at most 2.5 GB. While one
-    request of a batch has a grammar, a penalty, tokens left of min_new_tokens or log-probabilities, all its
-    steps are launched alone; so are mixed steps, the first step behind a prompt, and those of a full pool."""
+    default a group has at most 64 tokens, and is of a model without linear attention whose weights take at
+    most 2.5 GB. While one request of a batch has a grammar, a penalty, tokens left of min_new_tokens or
+    log-probabilities, all its steps are launched alone; so are mixed steps, the first step behind a prompt,
+    and those of a full pool."""
     schedule_policy: SchedulePolicyName = flag(SCHEDULING, "fcfs", "The order of waiting requests.")
     """fcfs is fair. lpm and dfs-weight raise the hit rate of the radix cache and may delay requests without a
     hit. lof ends offline work earlier, because long answers start first."""
