@@ -1,6 +1,7 @@
-"""Serves an engine without a server, such as nano-vllm, for `diptych check server`: a small adapter.
+"""Serves an engine by its Python interface, for `diptych check server`: a small adapter.
 
 python -m tests.server_check.engine_adapter MODEL 8000           # with nano-vllm installed, on a CUDA GPU
+python -m tests.server_check.engine_adapter MODEL 8000 minisgl   # mini-sglang
 diptych check server http://127.0.0.1:8000 --model MODEL --seeded greedy
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -56,20 +58,39 @@ def serve(generate: Generate, tokenizer: Any, model: str, port: int) -> Threadin
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 
-def main(model: str, port: int) -> None:
-    from threading import Lock
+def main(model: str, port: int, engine: str = "nanovllm", options: str = "{}") -> None:
+    """`options`: JSON, more arguments of the engine. All its work is done by one thread: mini-sglang's CUDA
+    stream is that of the thread which made it."""
+    build = {"nanovllm": nano_vllm, "minisgl": mini_sglang}[engine]
+    one = ThreadPoolExecutor(1)
+    generate, tokenizer = one.submit(build, model, json.loads(options)).result()
+    serve(lambda *asked: one.submit(generate, *asked).result(), tokenizer, model, port).serve_forever()
 
+
+def nano_vllm(model: str, options: dict[str, Any]) -> tuple[Generate, Any]:
     from nanovllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    llm, lock = LLM(model, enforce_eager=True), Lock()
+    llm = LLM(model, **{"enforce_eager": True, **options})
 
     def generate(ids: list[int], temperature: float, max_tokens: int, ignore_eos: bool) -> list[int]:
         params = SamplingParams(max(temperature, 1e-5), max_tokens, ignore_eos)
-        with lock:
-            return list(llm.generate([ids], params, use_tqdm=False)[0]["token_ids"])
+        return list(llm.generate([ids], params, use_tqdm=False)[0]["token_ids"])
 
-    serve(generate, llm.tokenizer, model, port).serve_forever()
+    return generate, llm.tokenizer
+
+
+def mini_sglang(model: str, options: dict[str, Any]) -> tuple[Generate, Any]:
+    from minisgl.core import SamplingParams  # type: ignore[import-not-found]
+    from minisgl.llm import LLM  # type: ignore[import-not-found]
+
+    llm = LLM(model, **options)
+
+    def generate(ids: list[int], temperature: float, max_tokens: int, ignore_eos: bool) -> list[int]:
+        params = SamplingParams(temperature=temperature, ignore_eos=ignore_eos, max_tokens=max_tokens)
+        return list(llm.generate([ids], params)[0]["token_ids"])
+
+    return generate, llm.tokenizer
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
