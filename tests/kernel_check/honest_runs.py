@@ -1,16 +1,15 @@
 """Checks right functions with many seeds: how often is there a false alarm?
 
-python -m tests.kernel_check.honest_runs --seeds 1000 [--like rms_norm] [--json FILE] goes on where FILE ends.
-Several processes, each with operations of its own, may write one FILE.
+python -m tests.kernel_check.honest_runs --seeds 1000 [--processes N] [--json FILE] goes on where FILE ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from diptych.shared.tools.conformance.kernels.problem import Problem
 from diptych.shared.tools.conformance.kernels.run import check_kernel
 from tests.kernel_check.cheat_runs import cases_of
 from tests.kernel_check.cheats import HONEST, planted
+from tests.kernel_check.many_seeds import Alarms, Record, Task
+from tests.kernel_check.many_seeds import run_seeds as run_tasks
 from tests.kernel_check.right import RIGHT
 
 
@@ -34,8 +35,6 @@ def reference_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
 
 
 FILE = Path(__file__).with_name("honest_runs.json")
-CHUNK = 20
-
 FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {
         "plain": HONEST["rms_norm"],
@@ -46,6 +45,7 @@ FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "gemm": {"plain": HONEST["gemm"], "torch": lambda a, b: F.linear(a.contiguous(), b)},
     "attention.decode": {"plain": HONEST["attention.decode"], "torch": planted(18, "attention.decode")},
     "sampler": {"plain": HONEST["sampler"]},
+    "attention.extend": {"plain": RIGHT["attention.extend", "torch"]},
     "silu_and_mul": {"plain": RIGHT["silu_and_mul", "torch"]},
     "rope": {"plain": RIGHT["rope", "torch"]},
     "add_rms_norm": {"plain": RIGHT["add_rms_norm", "torch"]},
@@ -56,16 +56,23 @@ FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+def run_seed(like: str, seed: int, names: Sequence[str] = ()) -> dict[str, Alarms]:
+    """The functions share inputs and expected results. An alarm: function, seed, case and failure."""
+    torch.set_num_threads(1)  # other processes have the other cores
+    checks, refused, alarms = 0, 0, list[str]()
+    operation = replace(LIKES[like], make=made_once(LIKES[like].make))
+    for name, function in FUNCTIONS[like].items():
+        torch.manual_seed(seed)
+        report = check_kernel(
+            function, name, operation, convention_of(like, "torch"), cases_of(like, 0), seed=seed
+        )
+        checks, refused = checks + len(report.verdicts), refused + report.num_refused
+        alarms += [f"{name}, seed {seed}, {each.case}: {each.failure}" for each in report.failing]
+    return {like: (checks, refused, alarms)}
+
+
 def run_seeds(like: str, seeds: Iterable[int]) -> list[str]:
-    """The alarms: name of the function, seed, case and failure."""
-    alarms, cases, convention = [], cases_of(like, 0), convention_of(like, "torch")
-    for seed in seeds:
-        operation = replace(LIKES[like], make=made_once(LIKES[like].make))
-        for name, function in FUNCTIONS[like].items():
-            torch.manual_seed(seed)
-            report = check_kernel(function, name, operation, convention, cases, seed=seed)
-            alarms += [f"{name}, seed {seed}, {each.case}: {each.failure}" for each in report.failing]
-    return alarms
+    return [alarm for seed in seeds for alarm in run_seed(like, seed)[like][2]]
 
 
 def made_once(make: Callable[..., Problem]) -> Callable[..., Problem]:
@@ -81,44 +88,24 @@ def made_once(make: Callable[..., Problem]) -> Callable[..., Problem]:
     return kept
 
 
-def rows_of(text: str) -> dict[str, dict[str, Any]]:
-    return {
-        like: {"like": like, "functions": list(FUNCTIONS[like]), "seeds": 0, "checks": 0, "alarms": []}
-        for like in FUNCTIONS
-    } | {each["like"]: each for each in json.loads(text or "[]")}
-
-
-def write_row(path: Path, row: dict[str, Any]) -> None:
-    """The rows of other processes stay as they are in the file."""
-    with path.open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        rows = rows_of(file.read()) | {row["like"]: row}
-        lines = ",\n".join(json.dumps(each) for each in rows.values())
-        file.truncate(0)
-        file.write(f"[\n{lines}\n]\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--like", action="append")
-    parser.add_argument("--json", type=Path, default=FILE, help="Written after every chunk of seeds.")
+    parser.add_argument("--like", action="append", choices=FUNCTIONS)
+    parser.add_argument("--json", type=Path, default=FILE, help="Written while seeds are run.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="No seed begins later.")
     arguments = parser.parse_args()
-    rows = rows_of(arguments.json.read_text(encoding="utf-8") if arguments.json.is_file() else "")
-    chosen = arguments.like or list(FUNCTIONS)
-    while (least := min(rows[like]["seeds"] for like in chosen)) < arguments.seeds:
-        end = min(least + CHUNK, arguments.seeds)
-        for like in chosen:
-            row = rows[like]
-            seeds = range(row["seeds"], max(row["seeds"], end))
-            if not seeds:
-                continue
-            row["alarms"] += run_seeds(like, seeds)
-            row["seeds"] = seeds.stop
-            row["checks"] += len(seeds) * len(FUNCTIONS[like]) * len(cases_of(like, 0))
-            write_row(arguments.json, row)
-        print(f"{end} seeds, {sum(len(rows[like]['alarms']) for like in chosen)} alarms", flush=True)
+    tasks = {like: Task([like], partial(run_seed, like)) for like in arguments.like or FUNCTIONS}
+    ends_at = time.monotonic() + arguments.seconds
+    rows = run_tasks(tasks, arguments.seeds, arguments.json, arguments.processes, ends_at)
+    record = Record(arguments.json)
+    for like, row in rows.items():
+        record.rows[like] = {**row, "functions": list(FUNCTIONS[like])}
+    record.write()
+    for like, row in rows.items():
+        counts = f"{row['seeds']} seeds, {row['checks']} cases, {row['refused']} refused"
+        print(f"{like}: {counts}, {len(row['alarms'])} alarms", *row["alarms"], sep="\n  ")
 
 
 if __name__ == "__main__":

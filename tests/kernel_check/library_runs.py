@@ -31,7 +31,7 @@ from diptych.shared.tools.conformance.kernels.one_call import (
     sentence,
 )
 from diptych.shared.tools.conformance.kernels.problem import Like
-from diptych.shared.tools.conformance.kernels.run import SECONDS, check_kernel, problems_of
+from diptych.shared.tools.conformance.kernels.run import SECONDS, Made, check_kernel, problems_of
 from tests.kernel_check.cheat_runs import cases_of
 from tests.kernel_check.honest_runs import made_once
 from tests.kernel_check.many_seeds import Alarms, Task, run_seeds
@@ -44,22 +44,29 @@ UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be",
                "% vec_elem_num", "expected scalar type", "primitive descriptor")  # fmt: skip
 
 
+@cache
+def wrapper_of(form: tuple[Any, ...], kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A wrapper of FlashInfer with its workspace for tensors of a form: a type and sizes. As in an engine, it
+    is planned again for each call."""
+    workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=check_device())
+    return kind(workspace, *args, **kwargs)
+
+
 def flashinfer_functions() -> dict[str, Callable[..., Any]]:
     import flashinfer
 
-    def workspace() -> torch.Tensor:
-        return torch.zeros(128 * 2**20, dtype=torch.uint8, device=check_device())
-
     def decode(q: Any, kv: Any, indptr: Any, indices: Any, last: Any, *, sm_scale: float,
                window_left: int = -1) -> Any:  # fmt: skip
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
+        kind = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        wrapper = wrapper_of((q.dtype, q.shape[1:]), kind, "NHD", use_tensor_cores=True)
         wrapper.plan(indptr, indices, last, q.shape[1], kv[0].shape[2], _head_dim(q), kv[0].shape[1],
                      q_data_type=q.dtype, sm_scale=sm_scale, window_left=window_left)  # fmt: skip
         return wrapper.run(q, kv)
 
     def extend(q: Any, kv: Any, starts: Any, indptr: Any, indices: Any, last: Any, *, causal: bool,
                sm_scale: float, window_left: int = -1) -> Any:  # fmt: skip
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD")
+        kind = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        wrapper = wrapper_of((q.dtype, q.shape[1:]), kind, "NHD")
         wrapper.plan(starts, indptr, indices, last, q.shape[1], kv[0].shape[2], _head_dim(q), kv[0].shape[1],
                      causal=causal, q_data_type=q.dtype, sm_scale=sm_scale,
                      window_left=window_left)  # fmt: skip
@@ -69,7 +76,8 @@ def flashinfer_functions() -> dict[str, Callable[..., Any]]:
                sm_scale: float) -> Any:  # fmt: skip
         if q_nope.dtype == torch.float32:
             raise ValueError("unsupported: float32")
-        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace())
+        form = q_nope.dtype, q_nope.shape[1:]
+        wrapper = wrapper_of(form, flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts = torch.arange(len(q_nope) + 1, dtype=torch.int32, device=q_nope.device)
         wrapper.plan(starts, indptr, indices, lens, q_nope.shape[1], q_nope.shape[2], q_pe.shape[2],
                      ckv.shape[1], False, sm_scale, q_nope.dtype, ckv.dtype)  # fmt: skip
@@ -128,10 +136,10 @@ def run_own(operation: Like, seed: int) -> Alarms:
             refused += 1
             continue
         try:
-            results = dict(convention.build(problem).results(problem.ours()))
-            check_form(problem, results, case.name)
-            check_values(problem, results, case.name)
-            check_bias(problem, results)
+            made = Made(case.name, problem, "values", dict(convention.build(problem).results(problem.ours())))
+            check_form(problem, made.results or {}, case.name)
+            check_values(problem, made.on_cpu, case.name)
+            check_bias(problem, made.on_cpu)
         except Mismatch as mismatch:
             alarms.append(f"seed {seed}, {case.name}: {sentence(mismatch)}")
         except Exception as error:  # of a kernel: it ends no other check
@@ -160,29 +168,21 @@ def functions_of(library: str) -> dict[str, Callable[[Like, int], Alarms]]:
     return {like: check(form, function) for (like, form), function in found.items()}
 
 
-def run_seed(libraries: tuple[str, ...], like: str, seed: int) -> dict[str, Alarms]:
+def run_seed(like: str, seed: int, names: list[str]) -> dict[str, Alarms]:
     """ "library operation" -> what is found. The libraries share inputs and expected results."""
     if torch.cuda.is_available():
         torch.set_num_threads(1)  # other processes have the other cores
     operation = replace(LIKES[like], make=made_once(LIKES[like].make))
-    found = {f"{each} {like}": functions_of(each)[like](operation, seed) for each in libraries}
+    found = {each: functions_of(each.split()[0])[like](operation, seed) for each in names}
     if not device_works():
         raise RuntimeError(f"{', '.join(found)}, seed {seed}: the GPU fails after the check: {found}")
     return found
 
 
 def tasks_of(libraries: list[str], likes: list[str] | None) -> dict[str, Task]:
-    """Kernels that are compiled when they are first called are tasks of their own."""
     chosen = likes or [like for like, form in RIGHT if form == "torch"]
-    groups = (("torch", "diptych"), ("flashinfer",), ("vllm",))
-    tasks: dict[str, Task] = {}
-    for group in groups:
-        present = tuple(each for each in group if each in libraries)
-        for like in chosen:
-            if present and like in functions_of(present[0]):
-                names = [f"{each} {like}" for each in present]
-                tasks[names[0]] = Task(names, partial(run_seed, present, like))
-    return tasks
+    names = {like: [f"{each} {like}" for each in libraries if like in functions_of(each)] for like in chosen}
+    return {like: Task(each, partial(run_seed, like)) for like, each in names.items() if each}
 
 
 def main() -> None:

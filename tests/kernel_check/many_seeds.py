@@ -14,13 +14,15 @@ Alarms = tuple[int, int, list[str]]
 """Cases checked, cases refused, and alarms of one seed."""
 Rows = dict[str, dict[str, Any]]
 WRITE_SECONDS = 20.0
+FEW = 100
+"""Seeds that every task has before the cheapest ones go on."""
 
 
 class Task(NamedTuple):
-    """`run(seed)` gives what is found for each of the `names`. A process is given it by pickling."""
+    """`run(seed, names)` gives what is found for each of the names. A process is given it by pickling."""
 
     names: list[str]
-    run: Callable[[int], dict[str, Alarms]]
+    run: Callable[[int, list[str]], dict[str, Alarms]]
 
 
 class Record:
@@ -71,35 +73,41 @@ def pool_of(processes: int) -> Executor:
 
 
 def run_seeds(tasks: dict[str, Task], seeds: int, path: Path, processes: int, ends_at: float) -> Rows:
-    """The task with the fewest seeds is next. Other seeds of a task wait for its first one, which may compile
-    kernels. No seed begins after `ends_at`, of time.monotonic."""
+    """The task with the fewest seeds is next; when all have `FEW`, the one that ends first by the time of its
+    seeds. Other seeds of a task wait for its first one, which may compile kernels. No seed begins after
+    `ends_at`, of time.monotonic."""
     record = Record(path)
     following = {key: min(map(record.next_seed, task.names)) for key, task in tasks.items()}
     first = dict(following)
-    running: dict[Future[dict[str, Alarms]], tuple[str, int]] = {}
-    finished: set[str] = set()
+    running: dict[Future[dict[str, Alarms]], tuple[str, int, float]] = {}
+    fastest: dict[str, float] = {}
+
+    def urgency(key: str) -> tuple[bool, float]:
+        done = following[key]
+        return (False, done) if done < FEW else (True, (seeds - done) * fastest.get(key, 0.0))
 
     def next_task() -> str | None:
         if time.monotonic() > ends_at:
             return None
         free = [
-            key for key, seed in following.items() if seed < seeds and (key in finished or seed == first[key])
+            key for key, seed in following.items() if seed < seeds and (key in fastest or seed == first[key])
         ]
-        return min(free, key=lambda key: following[key] - first[key], default=None)
+        return min(free, key=urgency, default=None)
 
     with pool_of(processes) as pool:
         try:
             while True:
                 while len(running) < processes and (key := next_task()) is not None:
-                    running[pool.submit(tasks[key].run, following[key])] = key, following[key]
+                    seed, task = following[key], tasks[key]
+                    names = [each for each in task.names if seed >= record.next_seed(each)]
+                    running[pool.submit(task.run, seed, names)] = key, seed, time.monotonic()
                     following[key] += 1
                 if not running:
                     return record.rows
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    key, seed = running.pop(future)
+                    key, seed, begun = running.pop(future)
                     for name, found in future.result().items():
-                        if seed >= record.next_seed(name):
-                            record.add(name, seed, found)
-                    finished.add(key)
+                        record.add(name, seed, found)
+                    fastest[key] = min(fastest.get(key, float("inf")), time.monotonic() - begun)
         finally:
             record.write()

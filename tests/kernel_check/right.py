@@ -64,19 +64,22 @@ def decode_vllm(
     out.copy_(paged_decode(q, k, v, tables, lens, scale=scale))
 
 
-def row_of_each(counts: Any) -> Any:
-    """[1, 2] -> [0, 1, 1]"""
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-
-
 def extend(
     q: Any, k: Any, v: Any, page_table: Any, lens: Any, qo_indptr: Any, scale: float | None = None
 ) -> Any:
-    """Each new token as a row of its own."""
-    new = qo_indptr.diff()
-    rows = row_of_each(new)
-    visible = (lens - new)[rows] + torch.arange(len(q), device=q.device) - qo_indptr[rows] + 1
-    return paged_decode(q, k, v, page_table[rows], visible, scale=scale)
+    output, starts = torch.empty_like(q), qo_indptr.tolist()
+    for i, length in enumerate(lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        keys, values = (
+            x[page_table[i]].flatten(0, 1)[:length].float().repeat_interleave(q.shape[1] // x.shape[2], 1)
+            for x in (k, v)
+        )
+        scores = torch.einsum("mhd,nhd->hmn", q[rows].float(), keys) * (scale or q.shape[2] ** -0.5)
+        is_hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(length - scores.shape[1] + 1)
+        output[rows] = torch.einsum(
+            "hmn,nhd->mhd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), values
+        )
+    return output
 
 
 def extend_flash_attn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,8 @@ from diptych.shared.tools.conformance.kernels.problem import Problem
 from diptych.shared.tools.conformance.kernels.sampler_like import make_sampler
 from diptych.shared.tools.conformance.kernels.verify_like import make_verify
 from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
-from tests.kernel_check import library_runs
-from tests.kernel_check.many_seeds import Record
+from tests.kernel_check import honest_runs, library_runs
+from tests.kernel_check.many_seeds import FEW, Alarms, Record, Task, run_seeds
 from tests.kernel_check.right import RIGHT
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
@@ -105,6 +106,38 @@ def test_a_stop_leaves_rows_without_gaps(tmp_path: Path) -> None:
     record.write()
     assert Record(record.path).rows == {"f": {"seeds": 2, "checks": 6, "refused": 1, "alarms": ["seed 1"]}}
     assert Record(record.path).next_seed("f") == 2
+
+
+def test_only_missing_seeds_run_and_the_cheapest_task_ends_first(tmp_path: Path) -> None:
+    calls: list[tuple[str, int, list[str]]] = []
+
+    def task(name: str, seconds: float) -> Task:
+        def run(seed: int, names: list[str]) -> dict[str, Alarms]:
+            calls.append((name, seed, names))
+            time.sleep(seconds)
+            return dict.fromkeys(names, (1, 0, []))
+
+        return Task([name, f"other {name}"], run)
+
+    record = Record(tmp_path / "runs.json")
+    for name, seeds in (("slow", FEW), ("other slow", FEW + 1), ("quick", FEW), ("other quick", FEW)):
+        record.rows[name] = {"seeds": seeds, "checks": seeds, "refused": 0, "alarms": []}
+    record.write()
+    tasks = {name: task(name, seconds) for name, seconds in (("slow", 0.02), ("quick", 0.0))}
+    rows = run_seeds(tasks, FEW + 3, record.path, 1, float("inf"))
+    assert {row["seeds"] for row in rows.values()} == {FEW + 3}
+    assert calls[0] == ("slow", FEW, ["slow"])
+    assert [name for name, *_ in calls] == ["slow", "quick", "quick", "quick", "slow", "slow"]
+
+
+def test_runs_of_right_functions_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "runs.json"
+    for seeds in ("1", "2"):
+        monkeypatch.setattr("sys.argv", ["", "--seeds", seeds, "--json", str(file), "--like", "gemm"])
+        honest_runs.main()
+    num_cases = 2 * 2 * len(LIKES["gemm"].cases)
+    row = {"seeds": 2, "checks": num_cases, "refused": 0, "alarms": [], "functions": ["plain", "torch"]}
+    assert json.loads(file.read_text(encoding="utf-8")) == {"gemm": row}
 
 
 def test_an_error_that_names_what_is_not_supported_refuses() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pytest
 import torch
 
 from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 from diptych.shared.tools.conformance.kernels.attention_likes import EXTEND_LIKE
-from diptych.shared.tools.conformance.kernels.attention_suspects import rounding_of_scores
+from diptych.shared.tools.conformance.kernels.attention_suspects import dense, rounding_of_scores
 from diptych.shared.tools.conformance.kernels.conventions import convention_of
 from diptych.shared.tools.conformance.kernels.kernel_report import Report
 from diptych.shared.tools.conformance.kernels.run import check_kernel
@@ -55,3 +57,11 @@ def test_the_page_has_what_is_recorded() -> None:
     page = (ROOT / "docs" / "check-kernel.md").read_text(encoding="utf-8")
     assert "\n".join(f"| {name} | {error:.1e} |" for name, error in rows.items()) in page
     assert f"sums_of_scores {found['seeds']}`" in page
+
+
+@pytest.mark.parametrize("case", EXTEND_LIKE.cases[::5], ids=lambda case: case.name)
+def test_tokens_of_a_request_together_and_one_after_another_give_the_same(case: Any) -> None:
+    problem = EXTEND_LIKE.make(case, True, 0)
+    together, one_by_one = dense(problem, lse=True), dense(problem, lse=True, mask="")
+    for name, expected in one_by_one.items():
+        torch.testing.assert_close(together[name], expected, rtol=0, atol=1e-12)

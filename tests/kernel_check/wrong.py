@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from docs.examples.my_kernels import paged_decode, rms_norm, rms_norm_eps_outside, rope, silu_and_mul
-from tests.kernel_check.right import add_norm, extend, mla, moe, row_of_each, w8a8
+from tests.kernel_check.right import add_norm, extend, mla, moe, w8a8
 from tests.kernel_check.wrong_draws import WRONG_DRAWS
 from tests.planted import Bugs
+
+
+def row_of_each(counts: Any) -> Any:
+    """[1, 2] -> [0, 1, 1]"""
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
 def heads_interleaved(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:

@@ -22,13 +22,10 @@ def check_bias(problem: Problem, results: Results) -> None:
         half_unit = problem.constants.get("half_unit", HALF_UNIT.get(results[name].dtype))
         if half_unit is None or problem.kind == "draws":
             continue
-        got, exact = results[name].detach().cpu().double().flatten(), truth.flatten()
-        usable = torch.isfinite(exact) & torch.isfinite(got) & (exact.abs() > 2.0**-14)
-        got, exact = got[usable], exact[usable]
-        values, order = exact.sort()
-        is_first = torch.ones_like(values, dtype=torch.bool)
-        is_first[1:] = values[1:] != values[:-1]
-        got, values = got[order][is_first], values[is_first]
+        places, values = problem.distinct[name]
+        got = results[name].detach().cpu().double().flatten()[places]
+        if not (usable := torch.isfinite(got)).all():
+            got, values = got[usable], values[usable]
         if len(values) < 64:
             continue
         square = values.square().sum()

@@ -49,6 +49,19 @@ class Problem:
         """The results in float64 on the CPU, computed at the first use: after the calls under check."""
         return self.truth(self)
 
+    @cached_property
+    def distinct(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Of each result the values that differ, without tiny ones, and the place of an element of each."""
+        found = {}
+        for name, truth in self.expected.items():
+            exact = truth.flatten()
+            usable = (torch.isfinite(exact) & (exact.abs() > 2.0**-14)).nonzero()[:, 0]
+            values, order = exact[usable].sort()
+            is_first = torch.ones_like(values, dtype=torch.bool)
+            is_first[1:] = values[1:] != values[:-1]
+            found[name] = usable[order][is_first], values[is_first]
+        return found
+
     @property
     def tolerance(self) -> Tolerance:
         return self.limit(self.expected) if self.limit else tolerance(self.kind, self.dtype)

@@ -7,7 +7,9 @@ import traceback
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -123,7 +125,8 @@ def fitting_conventions(like: Like, case: Any, function: ChildFunction) -> list[
     return found
 
 
-class Made(NamedTuple):
+@dataclass(frozen=True)
+class Made:
     """A call that was made: its results, or what it raised."""
 
     what: str
@@ -131,6 +134,15 @@ class Made(NamedTuple):
     contents: str
     results: Results | None = None
     error: BaseException | None = None
+
+    @cached_property
+    def on_cpu(self) -> Results:
+        """The results where all checks read them: a GPU is waited for once."""
+        found: dict[str, Any] = self.results or {}
+        return {
+            name: each.detach().cpu() if isinstance(each, torch.Tensor) else each
+            for name, each in found.items()
+        }
 
 
 def check_problem(
@@ -149,14 +161,14 @@ def check_problem(
     made = _calls(function, like, convention, problem, other, verdict)
     for each in made:
         if each.error is None:
-            history.add(each.problem, each.results or {}, f"{problem.name}: {each.contents}")
+            history.add(each.problem, each.on_cpu, f"{problem.name}: {each.contents}")
     if verdict.refusal is not None:
         return verdict
     try:
         verdict.allowed = problem.tolerance.rms
         for each in made:
             _check_call(each, like, made, verdict, history)
-        verdict.reports = observations(like, problem, {each.what: each.results or {} for each in made})
+        verdict.reports = observations(like, problem, {each.what: each.on_cpu for each in made})
     except Conduct as conduct:
         verdict.failure, verdict.conduct = sentence(conduct), conduct.name
     except Mismatch as mismatch:
@@ -212,9 +224,9 @@ def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, 
     """Raises what is wrong with a call."""
     if made.error is not None:
         raise made.error
-    problem, results, what = made.problem, made.results or {}, made.what
+    problem, results, what = made.problem, made.on_cpu, made.what
     try:
-        check_form(problem, results, what)
+        check_form(problem, made.results or {}, what)
         if is_known(made, all_made[0]):
             return
         error = largest_error(problem, results)
@@ -228,7 +240,7 @@ def _check_call(made: Made, like: Like, all_made: list[Made], verdict: Verdict, 
         check_bias(problem, results)
         check_small(problem, results)
     if like.ranks:
-        expect_same_sums(what, results["out"], (all_made[0].results or {})["out"])
+        expect_same_sums(what, results["out"], all_made[0].on_cpu["out"])
 
 
 def is_known(made: Made, first: Made) -> bool:
@@ -237,14 +249,14 @@ def is_known(made: Made, first: Made) -> bool:
     if made is first:
         return False
     is_same = made.problem.expected is first.problem.expected
-    return is_same and same_bits(made.results or {}, first.results or {})
+    return is_same and same_bits(made.on_cpu, first.on_cpu)
 
 
 def observations(like: Like, problem: Problem, outputs: dict[str, Results]) -> dict[str, bool]:
     """Observations that are not required. `outputs`: form of the inputs -> results."""
     values = outputs["values"]
     if like.ranks:
-        ordered = {"out": in_order(problem)}
+        ordered = {"out": in_order(problem).cpu()}
         return {"the bits are those of a float32 sum in the order of ranks": same_bits(values, ordered)}
     found = {}
     if AGAIN in outputs:
