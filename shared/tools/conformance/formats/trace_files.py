@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 
 DTYPES = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
-    "bool",
+    "uint8", "bool",
 )  # fmt: skip
+OF_DUMP = {"unknown": "int32"}
+"""What FlashInfer dumps for an input that the call did not have, most often indices -> the dtype."""
 LANGUAGES = ("python", "triton")
 
 
@@ -32,7 +34,7 @@ class Spec:
 @dataclass(frozen=True)
 class Definition:
     """An operation. `axes`: name -> size; None: variable. `inputs`, `outputs`: in the order of the call.
-    `reference`: source with a function `run`."""
+    `reference`: source with the function `run`, or of another name."""
 
     name: str
     op_type: str
@@ -40,6 +42,7 @@ class Definition:
     inputs: Mapping[str, Spec]
     outputs: Mapping[str, Spec]
     reference: str
+    run: str = "run"
 
     @property
     def const(self) -> dict[str, int]:
@@ -80,14 +83,17 @@ class Workload:
 
 
 def read_definition(path: Path) -> Definition:
-    """Raises `ValueError` that names what is wrong."""
+    """Raises `ValueError` that names what is wrong. A dump of FlashInfer, as FLASHINFER_TRACE_DUMP=1 writes
+    them, is read too: its reference is the last function, and a result that an input is replaced with has the
+    name of the input."""
     data = _read(path)
     try:
-        axes = {
-            name: None if axis["type"] == "var" else int(axis["value"]) for name, axis in data["axes"].items()
-        }
+        is_dump = any(each.startswith("fi_api:") for each in data.get("tags") or ())
+        axes = {name: _size(axis, is_dump) for name, axis in data["axes"].items()}
         inputs, outputs = ({name: _spec(path, name, each) for name, each in data[kind].items()}
                            for kind in ("inputs", "outputs"))  # fmt: skip
+        if is_dump:
+            outputs = {f"{name}_out" if name in inputs else name: each for name, each in outputs.items()}
         op_type = data["op_type"] if "op_type" in data else data["type"]  # drafts of the format
         definition = Definition(data["name"], op_type, axes, inputs, outputs, data["reference"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -104,17 +110,28 @@ def read_definition(path: Path) -> Definition:
         body = ast.parse(definition.reference).body
     except SyntaxError as error:
         raise ValueError(f"{path}: the reference is no Python: {error}") from None
-    if not any(isinstance(each, ast.FunctionDef) and each.name == "run" for each in body):
-        raise ValueError(f"{path}: the reference has no function run")
+    functions = [each.name for each in body if isinstance(each, ast.FunctionDef)]
+    if "run" not in functions:
+        if not functions or not is_dump:
+            raise ValueError(f"{path}: the reference has no function run")
+        definition = replace(definition, run=functions[-1])
     return definition
 
 
+def _size(axis: Mapping[str, Any], is_dump: bool) -> int | None:
+    """None: variable, as a constant axis of a dump whose size the call did not give."""
+    if axis["type"] == "var" or (is_dump and "value" not in axis):
+        return None
+    return int(axis["value"])
+
+
 def _spec(path: Path, name: str, data: Mapping[str, Any]) -> Spec:
-    if data["dtype"] not in DTYPES:
-        raise ValueError(f"{path}: dtype of {name} is {data['dtype']!r}; known are {', '.join(DTYPES)}")
+    dtype = OF_DUMP.get(data["dtype"], data["dtype"])
+    if dtype not in DTYPES:
+        raise ValueError(f"{path}: dtype of {name} is {dtype!r}; known are {', '.join(DTYPES)}")
     shape = data["shape"]
     is_optional = bool(data.get("optional", False))
-    return Spec(tuple(shape) if shape else None, getattr(torch, data["dtype"]), is_optional)
+    return Spec(tuple(shape) if shape else None, getattr(torch, dtype), is_optional)
 
 
 def read_solution(path: Path) -> Solution:

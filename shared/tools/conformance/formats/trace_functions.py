@@ -26,9 +26,8 @@ def run(*args):
 
 
 def reference_of(definition: Definition) -> Solution:
-    return Solution(
-        "reference", definition.name, {"reference.py": definition.reference}, "reference.py", "run", False
-    )
+    sources = {"reference.py": definition.reference}
+    return Solution("reference", definition.name, sources, "reference.py", definition.run, False)
 
 
 @contextmanager

@@ -122,6 +122,13 @@ def _random(
         if name.startswith("seq_len"):
             most = sizes.get("max_num_pages", 1) * sizes.get("page_size", 1)
             return inputs.integers(most, *shape, dtype=spec.dtype) + 1
+        if spec.dtype == torch.uint8:  # pairs of FP4 numbers, or scales: E8M0 or FP8, which hold no NaN
+            is_scale = "scale" in name or "sf" in name.split("_")
+            return (
+                inputs.integers(8, *shape, dtype=spec.dtype) + 112
+                if is_scale
+                else inputs.integers(256, *shape, dtype=spec.dtype)
+            )
         if spec.dtype == torch.int8:  # bytes of FP8 numbers and scales
             return inputs.normal(*shape).to(torch.float8_e4m3fn).view(torch.int8)
         if name == "topk_ids" and spec.dtype == torch.int32:  # an expert, and its weight in bfloat16
