@@ -51,7 +51,7 @@ class Problem:
 
     @cached_property
     def distinct(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Of each result the values that differ, without tiny ones, and the place of an element of each."""
+        """Result -> the places of elements whose values differ and are not tiny, and the values in order."""
         found = {}
         for name, truth in self.expected.items():
             exact = truth.flatten()
