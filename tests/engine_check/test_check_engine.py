@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from diptych.shared import registry
 from diptych.shared.tools.cli import app
 from diptych.shared.tools.commands.check_engine import parse_spec
 from diptych.shared.tools.conformance.whole_engine.engine_gate import (
@@ -69,6 +70,7 @@ def test_planted_faults_fail_their_gates(bug: Bug, tmp_path: Path) -> dict[str, 
     [
         ("reference,dtype=bfloat16", "reference,dtype=bfloat16"),
         ("reference,dtype=float32", "reference,dtype=bfloat16"),
+        ("reference,dtype=float32,deterministic=true", "reference,dtype=float32"),
         ("reference,dtype=float32,page_size=16,chunked_prefill_size=16", "reference,dtype=float32"),
         ("layers=optimized,sampler=optimized,dtype=bfloat16", "reference,dtype=bfloat16"),
     ],
@@ -82,6 +84,18 @@ def test_honest_engines_do_not_fail(
     assert "fails" not in found.values(), found
     if "optimized" not in arm:
         assert set(found.values()) == {"holds"}, found
+
+
+@pytest.mark.parametrize("claim", [",deterministic=true", ""])
+def test_an_engine_that_claims_equal_bits_is_held_to_them(
+    claim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant = f"{wrong_engines.__file__}:{wrong_engines.SlightNeighbours.__name__}"
+    monkeypatch.setitem(registry.DETERMINISTIC["reference"], "model_runner", plant)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS["model_runner"], "reference", plant)
+    native = "reference,dtype=float32"
+    found = run(native + claim, native, tmp_path, "--num-prompts", "3", "--num-tokens", "4")
+    assert found["batch invariance"] == ("fails" if claim else "holds")
 
 
 @pytest.mark.full

@@ -1,11 +1,12 @@
-"""Attention backends and samplers with one fault each, as user-provided components."""
+"""Attention backends with one fault each, as user-provided components; a runner of the deterministic mode."""
 
 from __future__ import annotations
 
 import torch
 
 from diptych.reference.attention import RequestPlan, TorchAttention
-from diptych.shared.types import ForwardBatch
+from diptych.reference.modes.deterministic import DeterministicModelRunner
+from diptych.shared.types import ForwardBatch, LogitsOutput
 from diptych.shared.types.attention import AttentionLayer
 
 
@@ -35,7 +36,6 @@ class BiasedOutput(TorchAttention):
 
 class Neighbours(TorchAttention):
     """In a batch of several requests, each output has a little of the batch's mean."""
-
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: list[RequestPlan], **more) -> torch.Tensor:
         output = super().run(q, layer, plan, **more)
         return output + 0.02 * output.mean(0, keepdim=True) if len(plan) > 1 else output
@@ -65,3 +65,12 @@ class NotANumber(TorchAttention):
         if len(request.slots) > 40:
             output[-1, 0, 0] = float("nan")
         return output
+
+
+class SlightNeighbours(DeterministicModelRunner):
+    """In a batch of several requests, logits have a last digit of the others: only equal bits show it."""
+
+    def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
+        found = super().forward(forward_batch)
+        logits = found.next_token_logits
+        return found._replace(next_token_logits=logits + 1e-7 * logits.mean(0)) if len(logits) > 1 else found

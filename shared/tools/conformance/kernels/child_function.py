@@ -99,6 +99,8 @@ class ChildFunction:
                 f"{self.target} is not loaded within {late.seconds:g} s, "
                 + ("the time of the check" if late.seconds < START_SECONDS else "the time limit of a start")
             ) from None
+        except Ended as ended:
+            raise ValueError(f"{self.target} cannot be loaded: {ended.sentence}") from None
         if "error" in answer:
             raise ValueError(f"{self.target} cannot be loaded: {answer['error']} ({answer['place']})")
         if answer.get("refusal"):

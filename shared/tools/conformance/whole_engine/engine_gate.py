@@ -253,7 +253,7 @@ def _gates(
     theirs = _recorded(native, prompts, expected.tokens, num_tokens)
     native_kl, (kl, nll, batch, prefix) = kl_by_prompt(expected, theirs), GATES
     llm = _engine(arm)
-    is_exact = bool(getattr(llm.config, "enable_deterministic_inference", False))
+    is_exact = llm.config.deterministic
     together = record(llm, prompts, expected.tokens, num_tokens, may_end=True)
     best = [(a.argmax(1) == b.argmax(1)).mean() for a, b in zip(expected.logprobs, together.logprobs)]
     report.same_best = float(np.mean(best))
