@@ -158,6 +158,14 @@ def test_check_kernel_names_a_missing_file_before_it_announces_a_time(folder: Pa
     assert line.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"), [("os._exit(0)", "ended with exit code 0"), ("raise SystemExit(0)", "SystemExit: 0")]
+)
+def test_check_kernel_says_that_a_module_ends_its_process(folder: Path, line: str, says: str) -> None:
+    (folder / "ends.py").write_text(f"import os\n{line}\n")
+    assert "error: " in refused("check", "kernel", "ends.py:norm", *NORM, says=says)[-1]
+
+
 CACHE = ("--diptych", "cache.py:Cache", "--component", "radix_cache")
 PLUGIN = [
     (("--diptych", "missing.py:X", "--component", "radix_cache"), 2, "no such file: "),

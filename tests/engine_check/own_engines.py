@@ -42,7 +42,10 @@ ARMS = {
     ),
     "cuda": (
         Arm("optimized,dtype=float32", "reference,dtype=float32"),
-        *(Arm("optimized,dtype=bfloat16", model=model) for model in ("tiny-dense", "tiny-moe", "tiny-hybrid")),
+        *(
+            Arm("optimized,dtype=bfloat16", model=model)
+            for model in ("tiny-dense", "tiny-moe", "tiny-hybrid")
+        ),
         *(
             Arm(f"optimized,attention={name},dtype=bfloat16")
             for name in ("triton", "flashinfer", "fa3", "flex_attention", "reference")

@@ -36,6 +36,7 @@ class BiasedOutput(TorchAttention):
 
 class Neighbours(TorchAttention):
     """In a batch of several requests, each output has a little of the batch's mean."""
+
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: list[RequestPlan], **more) -> torch.Tensor:
         output = super().run(q, layer, plan, **more)
         return output + 0.02 * output.mean(0, keepdim=True) if len(plan) > 1 else output

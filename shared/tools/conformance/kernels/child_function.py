@@ -100,7 +100,7 @@ class ChildFunction:
                 + ("the time of the check" if late.seconds < START_SECONDS else "the time limit of a start")
             ) from None
         except Ended as ended:
-            raise ValueError(f"{self.target} cannot be loaded: {ended.sentence}") from None
+            raise ValueError(f"{self.target} cannot be loaded: {ended.what}") from None
         if "error" in answer:
             raise ValueError(f"{self.target} cannot be loaded: {answer['error']} ({answer['place']})")
         if answer.get("refusal"):
@@ -163,11 +163,13 @@ class ChildFunction:
         return seconds, output
 
     def operators(self, made: Call) -> list[str]:
-        """Names of torch's operators in one call, and of kernels on a GPU; none if it fails."""
+        """Names of torch's operators in one call, and of kernels on a GPU; none if it fails or ends."""
         layout = Layout(0)
         args, kwargs = layout.placed(made.args), layout.placed(made.kwargs)
         layout.write(self._arena)
-        answer = self._ask(self.seconds, do="operators", args=args, kwargs=kwargs)
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(Mismatch):
+            answer = self._ask(self.seconds, do="operators", args=args, kwargs=kwargs)
         return [str(each) for each in answer.get("names", [])][:40]
 
     def _outcome(
