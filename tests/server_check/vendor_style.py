@@ -1,4 +1,4 @@
-"""What checks in the style of K2's vendor verifier find of the planted faults of chat.
+"""What checks in the style of K2's vendor verifier find of the planted faults of a server.
 
 Its measures, on our conversations: the share of finished calls that satisfy their schema (100 %), the F1 of
 calls against another run of the reference (0.73), and exact prompt tokens of some requests.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 from diptych.shared.tools.conformance.server.checks import QUICK, Context
@@ -67,7 +68,7 @@ def main(folder: str, out: str) -> None:
         lengths = [answer.num_prompt for answer in answers(context, asked, False) if answer is not None]
         assert (found := finds(context, asked, called, lengths)) == "", found
         table = []
-        for fault in sorted(load()[1].values(), key=lambda each: each.name):
+        for fault in sorted(chain(*(each.values() for each in load())), key=lambda each: each.name):
             server.proxy.plant(fault.plant)
             by = finds(context, asked, called, lengths)
             server.proxy.plant(None)

@@ -25,6 +25,7 @@ from diptych.shared.tools.conformance.formats.trace_files import (
 from diptych.shared.tools.conformance.formats.trace_functions import reference_of, sources_of
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.formats.trace_ops import op_of
+from diptych.shared.tools.conformance.formats.trace_own import OWN
 from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.functions import Raised
@@ -34,19 +35,6 @@ from diptych.shared.tools.conformance.kernels.run import check_problem
 
 AUTHOR = "diptych"
 NUM_CALLS = 8
-OWN = {
-    "rmsnorm": """
-import torch
-from diptych.shared import registry
-
-def run(hidden_states, weight):
-    panel = "optimized" if hidden_states.is_cuda else "reference"
-    norm = registry.load("layers", panel).RMSNorm(hidden_states.shape[-1], eps=1e-6)
-    norm.weight.data = weight
-    return norm(hidden_states)
-""",
-}
-"""op_type -> a Solution by a layer of this project."""
 
 
 def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) -> Iterator[str]:
@@ -60,7 +48,7 @@ def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) 
         definition = read_definition(folder / "definitions" / op_type / f"{data['name']}.json")
         solutions = [_solution(folder, definition, definition.reference, "baseline")]
         if op_type in OWN:
-            solutions.append(_solution(folder, definition, OWN[op_type].lstrip(), AUTHOR))
+            solutions.append(_solution(folder, definition, OWN[op_type], AUTHOR))
         reference = reference_of(definition)
         with (
             sources_of(definition, reference) as (target, place),
