@@ -38,6 +38,8 @@ from tests.kernel_check.many_seeds import Alarms, Task, run_seeds
 from tests.kernel_check.right import RIGHT
 
 HEAD_DIMS = (64, 128, 256)
+WRONG_ROPE_DIMS = (80, 96)
+"""See "A kernel of FlashInfer" in docs/server-bugs.md: an alarm in each seed."""
 COMPILE_SECONDS = 900.0
 """Of a call. The first one of a function of FlashInfer compiles it."""
 UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be", "failed to dispatch",
@@ -83,13 +85,18 @@ def flashinfer_functions() -> dict[str, Callable[..., Any]]:
                      ckv.shape[1], False, sm_scale, q_nope.dtype, ckv.dtype)  # fmt: skip
         return wrapper.run(q_nope, q_pe, ckv, kpe)
 
+    def rope(positions: Any, q: Any, k: Any, head_dim: int, cache: Any, is_neox: bool) -> None:
+        if head_dim in WRONG_ROPE_DIMS:
+            raise ValueError(f"unsupported: heads of {head_dim} dims")
+        flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, cache, is_neox)
+
     return {
         "attention.decode": decode,
         "attention.extend": extend,
         "mla.decode": latent,
         "rms_norm": flashinfer.rmsnorm,
         "add_rms_norm": flashinfer.fused_add_rmsnorm,
-        "rope": flashinfer.apply_rope_with_cos_sin_cache_inplace,
+        "rope": rope,
         "silu_and_mul": flashinfer.silu_and_mul,
         "sampler": flashinfer.top_k_top_p_sampling_from_probs,
         "verify": flashinfer.chain_speculative_sampling,
