@@ -74,7 +74,8 @@ def main(folder: str, out: str) -> None:
             server.proxy.plant(None)
             table.append({"fault": fault.name, "check": fault.finder, "what": fault.what, "by": by})
             print(table[-1], flush=True)
-        Path(out).write_text(json.dumps(table, indent=1) + "\n")
+        lines = ",\n".join(f" {json.dumps(row)}" for row in table)
+        Path(out).write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":
