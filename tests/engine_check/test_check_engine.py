@@ -124,6 +124,9 @@ def test_the_statistics() -> None:
     assert error_gate("order of sums", native * 1e-9, native * 0, 0.25).allowed == FLOOR
     assert interval(np.array([1.0, np.inf])) == (np.inf, np.inf)
     assert interval(np.full(8, 0.5)) == (0.5, 0.5)
+    far = Rows([one.logprobs[0] - 0.01, one.logprobs[1]], one.tokens)
+    assert invariance_gate("few bits", one, far, 1e-3, is_exact=False).fails
+    assert invariance_gate("few bits", one, far, 1e-3, is_exact=False, margin=4.0).holds
     tiny = Rows([one.logprobs[0] * (1 + 1e-9), one.logprobs[1]], one.tokens)
     assert invariance_gate("rounded", one, tiny, 1e-3, is_exact=False).holds
     assert invariance_gate("claimed", one, tiny, 1e-3, is_exact=True).fails

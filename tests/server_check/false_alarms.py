@@ -10,7 +10,6 @@ import contextlib
 import json
 import multiprocessing.util
 import os
-import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ def found_in(server: LocalServer, context: Context, bug: Bug) -> dict[str, str]:
     """The finder of a planted fault, if it fails, and what it says."""
     server.proxy.plant(bug.plant)
     try:
-        context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
+        context = replace(context, seed=1, answers=[], pairs=None, call_mode=None)
         found = alarms(list(run_checks(context, chosen([bug.finder]))))
         return {name: "; ".join(what) for name, what in found.items()}
     finally:

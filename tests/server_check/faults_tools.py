@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Callable
 from typing import Any
 
-from tests.server_check.faults import changes_reply, changes_request
+from tests.server_check.faults import changes_reply, changes_request, fault
 from tests.server_check.faults_chat import without
-from tests.server_check.faulty_proxy import Body, Reply
+from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
 
 
 def calls_of(reply: Reply) -> list[Body]:
@@ -102,6 +103,30 @@ def format_without_tools(body: Body) -> Body | None:
 @changes_request("no format beside tools", "Tools switch a response_format off.", "tools.format")
 def no_format(body: Body) -> Body | None:
     return {"response_format": None} if body.get("tools") else None
+
+
+# ---- long calls ----
+
+
+@fault("arguments read again", "Each token of streamed arguments reads all before it.", "tools.long")
+async def read_again(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    reply = await ask(body)
+    if reply.is_stream and body.get("tools"):
+        reply.pause = lambda i: 1e-4 * i
+    return reply
+
+
+@fault(
+    "others wait for a stream", "No other request is answered before a stream of a call ends.", "tools.long"
+)
+async def others_wait(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    is_long = bool(body.get("stream") and body.get("tools"))
+    while not is_long and proxy.num_in_flight > 1:
+        await asyncio.sleep(0.01)
+    reply = await ask(body)
+    if is_long:
+        reply.pause = lambda i: 0.02
+    return reply
 
 
 # ---- what becomes of a call ----

@@ -19,12 +19,13 @@ Play = Callable[[Body, Ask, "FaultyProxy"], Awaitable["Reply"]]
 @dataclass
 class Reply:
     """One answer of the server. `chunks`: the JSON of each event of a stream, or the one JSON of another
-    answer. `has_done`: the stream ends with [DONE]."""
+    answer. `has_done`: the stream ends with [DONE]. `pause`: seconds before an event, by its number."""
 
     status: int
     is_stream: bool
     chunks: list[Body] = field(default_factory=list)
     has_done: bool = True
+    pause: Callable[[int], float] | None = None
 
     @property
     def choices(self) -> list[Body]:
@@ -93,13 +94,24 @@ class FaultyProxy:
             self.num_in_flight += 1
             try:
                 reply = await self.fault(body, lambda changed: self._ask(scope, changed), self)
+                await self._send(reply, send)
             finally:
                 self.num_in_flight -= 1
         else:
-            reply = await self._ask(scope, data)
+            await self._send(await self._ask(scope, data), send)
+
+    async def _send(self, reply: Reply, send: Any) -> None:
         headers = [(b"content-type", reply.content_type)]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.encode()})
+        data = reply.encode()
+        if reply.pause is not None:
+            events = data.split(b"\n\n")
+            for i, event in enumerate(events[:-1]):
+                await asyncio.sleep(reply.pause(i))
+                part = {"type": "http.response.body", "body": event + b"\n\n", "more_body": True}
+                await send(part)
+            data = events[-1]
+        await send({"type": "http.response.body", "body": data})
 
     async def _ask(self, scope: dict[str, Any], body: Body | bytes) -> Reply:
         """The server's answer to a body."""

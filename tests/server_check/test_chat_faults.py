@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,7 +44,7 @@ def test_arguments_that_slow_down_differ_from_steady_ones() -> None:
 
 
 def offered(context: Context, names: list[str]) -> set[str]:
-    context = replace(context, rng=random.Random(1), answers=[], pairs=None, call_mode=None)
+    context = replace(context, seed=1, answers=[], pairs=None, call_mode=None)
     results = list(run_checks(context, chosen(names)))
     assert alarms(results) == {}
     return {result.check.name for result in results if result.status in ("holds", "near tie")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,26 @@ def test_a_correct_server_passes(context: Context, group: str) -> None:
     assert [result.check.name for result in found if result.status == "not offered"] == []
 
 
+def test_a_check_alone_asks_what_it_asks_in_a_whole_run(proxied: LocalServer, oracle: Oracle) -> None:
+    asked: list[str] = []
+
+    async def record(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+        asked.append(json.dumps(body, sort_keys=True))
+        return await ask(body)
+
+    proxied.proxy.plant(record)
+    found = []
+    for seed, before in ((3, ["dependence.shared_prefix"]), (3, []), (4, [])):
+        context = connect(proxied.url, "tiny-dense", dtype="float32", limits=LIMITS, oracle=oracle, seed=seed)
+        asked.clear()
+        assert all(result.status == "holds" for result in run_checks(context, chosen([*before, NEXT])))
+        context.server.close()
+        found.append(set(asked))
+    assert found[1] < found[0]
+    assert found[1].isdisjoint(found[2])
+
+
+NEXT = "dependence.prefix_cache"
 SAMPLING = ["sampling.top_k", "sampling.same_seed", "sampling.logprob_temperature"]
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable
 
 FOR_REPORT = 5.0
 """The most seconds of the announced time that are left for the report."""
+
+
+def drawn(seed: int | None) -> int:
+    """The seed, or a secret one."""
+    return secrets.randbelow(2**31) if seed is None else seed
 
 
 class Announced:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from diptych.shared.tools.commands import bench_run, kernel_output
-from diptych.shared.tools.commands.announced import Announced
+from diptych.shared.tools.commands.announced import Announced, drawn
 from diptych.shared.tools.commands.option_values import LARGEST_SEED
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
@@ -263,11 +262,6 @@ def task_report(
         if timing and not report.status:
             add_timings(report, function, end.ends_at)
     return report, end
-
-
-def drawn(seed: int | None) -> int:
-    """The seed, or a secret one."""
-    return secrets.randbelow(2**31) if seed is None else seed
 
 
 def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.shared.tools.commands import bench_run
-from diptych.shared.tools.commands.announced import Announced
+from diptych.shared.tools.commands.announced import Announced, drawn
+from diptych.shared.tools.commands.option_values import LARGEST_SEED
 from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
 
 SECONDS = {"": 3600.0, "quick": 900.0, "thorough": 21600.0}
@@ -70,7 +71,16 @@ def check_server(
     junit: JunitFile = None,
     sarif: SarifFile = None,
     badge: BadgeFile = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=LARGEST_SEED,
+            help="Of the prompts and of sampling. Default: a secret one, which is printed.",
+            show_default=False,
+        ),
+    ] = None,
     within: Annotated[
         float | None,
         typer.Option(
@@ -119,6 +129,7 @@ def check_server(
         limits = replace(limits, concurrency=concurrency)
     seconds = within or SECONDS["quick" if quick else "thorough" if thorough else ""]
     check_named(url, model, dtype, seeded, tool_call_parser)
+    seed = drawn(seed)
     end = Announced(f"{len(checks)} checks of {url}", seconds, seed)
     with _progress(len(checks) + 1) as progress:
         with in_time(end.ends_at):

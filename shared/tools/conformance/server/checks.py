@@ -95,13 +95,14 @@ THOROUGH = Limits(
 
 @dataclass
 class Context:
-    """The inputs of a check. `prompts`: token ids. `progress` takes a line of text. `dtype`: the format that
-    selects the `tolerance`."""
+    """The inputs of a check. `prompts`: token ids. `rng`: of the check that runs, from `seed` and its name:
+    alone it asks the same. `progress` takes a line of text. `dtype`: the format that selects the
+    `tolerance`."""
 
     server: Server
     offers: Offers
     oracle: Oracle
-    rng: random.Random
+    seed: int
     limits: Limits
     prompts: list[list[int]]
     progress: Callable[[str], None] = lambda text: None
@@ -111,6 +112,7 @@ class Context:
     noise_is_known: bool = False  # the server's samples have this project's noise
     call_mode: str | None = None  # how calls are demanded, once found
     pairs: list[Any] | None = None  # answers of reference and server with tools, once computed
+    rng: random.Random = field(default_factory=random.Random)
 
     def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
         """A prompt in the form that this server takes: token ids if it accepts them, otherwise their text."""
@@ -197,6 +199,7 @@ def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
     ends_at = context.server.ends_at
     for each in checks:
         context.progress(each.name)
+        context.rng = random.Random(f"{each.name} {context.seed}")
         findings: list[Finding] = []
         is_gone = False
         with suppress(TimeLimitExceeded), time_limit(until(ends_at)):

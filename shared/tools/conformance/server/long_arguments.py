@@ -104,7 +104,7 @@ def long(context: Context) -> Iterator[Finding]:
     oracle = context.oracle
     per_item = len(oracle.tokenizer.encode(json.dumps(ITEM) + ",", add_special_tokens=False))
     num_tokens = min(oracle.context_len // 2, context.limits.long_call)
-    num_items = max(4, min(num_tokens // per_item, LONGEST // (len(ITEM) + 4)))
+    num_items = max(4, min(num_tokens // per_item, LONGEST // (len(ITEM) + 3) + 1))
     talk = long_talk(num_items)
     try:
         demand(context, long_talk(1))

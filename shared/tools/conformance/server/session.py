@@ -70,7 +70,7 @@ def connect(
         prompts[2::4] = [random_ids(oracle, rng, len(prompt)) for prompt in prompts[2::4]]
     is_known = seeded == "diptych" or (seeded == "auto" and offers.kind == "diptych")
     return Context(
-        server, offers, oracle, rng, limits, prompts, progress, tolerance, name, noise_is_known=is_known
+        server, offers, oracle, seed, limits, prompts, progress, tolerance, name, noise_is_known=is_known
     )
 
 

@@ -4,6 +4,7 @@ answer as the model's dialect reads it."""
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -110,7 +111,8 @@ def types(context: Context) -> Iterator[Finding]:
 def read_pairs(context: Context) -> list[tuple[Talk, Read, ToolAnswer]]:
     """Greedy answers of reference and server to the same conversations with tools on auto."""
     if context.pairs is None:
-        found = talks(context.limits.num_talks, context.rng.randrange(2**31))
+        rng = random.Random(f"tools {context.seed}")  # whichever check asks first
+        found = talks(context.limits.num_talks, rng.randrange(2**31))
         reads = context.oracle.chat.greedy(found, MAX_TOKENS)
         asks = [partial(ask, context, talk, max_tokens=MAX_TOKENS, tool_choice="auto") for talk in found]
         answers = context.server.at_once(asks, context.limits.concurrency)
