@@ -14,8 +14,7 @@ import typer
 
 from diptych.shared.tools.commands import bench_run, kernel_output
 from diptych.shared.tools.commands.announced import Announced, drawn
-from diptych.shared.tools.commands.option_values import LARGEST_SEED
-from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile, SecretSeed
 
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
@@ -86,16 +85,7 @@ def check_kernel(
         float,
         typer.Option(metavar="SECONDS", min=1, help="The check ends after this time."),
     ] = 600.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=LARGEST_SEED,
-            help="Of all inputs. Default: a secret one, which is printed.",
-            show_default=False,
-        ),
-    ] = None,
+    seed: SecretSeed = None,
     timing: Annotated[bool, typer.Option(help="Time the function on growing sizes.")] = True,
     list_all: Annotated[
         bool,

@@ -13,8 +13,7 @@ import typer
 
 from diptych.shared.tools.commands import bench_run
 from diptych.shared.tools.commands.announced import Announced, drawn
-from diptych.shared.tools.commands.option_values import LARGEST_SEED
-from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile
+from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, JunitFile, SarifFile, SecretSeed
 
 SECONDS = {"": 3600.0, "quick": 900.0, "thorough": 21600.0}
 """That a check takes at most."""
@@ -71,16 +70,7 @@ def check_server(
     junit: JunitFile = None,
     sarif: SarifFile = None,
     badge: BadgeFile = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=LARGEST_SEED,
-            help="Of the prompts and of sampling. Default: a secret one, which is printed.",
-            show_default=False,
-        ),
-    ] = None,
+    seed: SecretSeed = None,
     within: Annotated[
         float | None,
         typer.Option(

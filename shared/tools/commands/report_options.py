@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from diptych.shared.tools.commands.option_values import LARGEST_SEED
+
 JunitFile = Annotated[
     Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML, for CI.", show_default=False)
 ]
@@ -20,4 +22,14 @@ BadgeFile = Annotated[
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
+]
+SecretSeed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        max=LARGEST_SEED,
+        help="Of all inputs. Default: a secret one, which is printed.",
+        show_default=False,
+    ),
 ]
