@@ -119,8 +119,7 @@ def check_server(
         limits = replace(limits, concurrency=concurrency)
     seconds = within or SECONDS["quick" if quick else "thorough" if thorough else ""]
     check_named(url, model, dtype, seeded, tool_call_parser)
-    seed = drawn(seed)
-    end = Announced(f"{len(checks)} checks of {url}", seconds, seed)
+    end = Announced(f"{len(checks)} checks of {url}", seconds, seed := drawn(seed))
     with _progress(len(checks) + 1) as progress:
         with in_time(end.ends_at):
             context = connect(
