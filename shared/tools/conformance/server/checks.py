@@ -85,7 +85,7 @@ class Limits:
 
 QUICK = Limits(
     num_prompts=4, prompt_len=32, long_prompt_len=160, max_tokens=8, num_draws=400, concurrency=4,
-    num_talks=4, num_schemas=6, num_seeded=400, long_call=320,
+    num_talks=4, num_schemas=9, num_seeded=400, long_call=320,
 )  # fmt: skip
 THOROUGH = Limits(
     num_prompts=32, prompt_len=96, long_prompt_len=1500, max_tokens=48, num_draws=6000, concurrency=24,
