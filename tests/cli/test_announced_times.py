@@ -63,7 +63,7 @@ def test_checks_of_a_server_end_with_the_verdict_on_those_that_ran(monkeypatch: 
 
     chosen = [Check("api.one", "", "", lambda _: HOLDS), Check("api.two", "", "", late),
               Check("api.three", "", "", lambda _: HOLDS)]  # fmt: skip
-    context: Any = SimpleNamespace(server=SimpleNamespace(ends_at=10.0), progress=lambda name: None)
+    context: Any = SimpleNamespace(seed=0, server=SimpleNamespace(ends_at=10.0), progress=lambda name: None)
     results = list(run_checks(context, chosen))
     assert [each.check.name for each in results] == ["api.one"]
     report = report_of(results, 3)
@@ -77,7 +77,9 @@ def test_a_check_of_a_server_that_does_not_end_is_interrupted() -> None:
         return HOLDS
 
     ends_at = time.monotonic() - GRACE + 0.05
-    context: Any = SimpleNamespace(server=SimpleNamespace(ends_at=ends_at), progress=lambda name: None)
+    context: Any = SimpleNamespace(
+        seed=0, server=SimpleNamespace(ends_at=ends_at), progress=lambda name: None
+    )
     assert list(run_checks(context, [Check("api.never", "", "", never)])) == []
 
 
