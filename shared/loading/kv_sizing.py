@@ -106,9 +106,8 @@ def free_gpu_memory(device: torch.device) -> int:
     """Free bytes of a GPU, after emptying torch's cache; 0 for other devices."""
     if device.type != "cuda":
         return 0
-    if torch.cuda.memory_reserved(device):  # of an engine before: looking for garbage takes 0.1 s
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
