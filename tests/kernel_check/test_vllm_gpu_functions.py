@@ -56,6 +56,12 @@ def limit_rows(logits: Any, k: Any, p: Any) -> Any:
     return logits.scatter(1, ids, ordered.masked_fill(~kept, -torch.inf))
 
 
+def dense_decode_fwd(q: Any, k: Any, dims: int, lens: Any, table: Any, scale: float, causal: bool,
+                     metadata: None, num_splits: None, out: None) -> Any:  # fmt: skip
+    """It has no defaults, as the operator of vLLM 0.26.0."""
+    return flash_mla(q, k, table, lens, dims, softmax_scale=scale, causal=causal)
+
+
 STAND_INS = {
     "vllm_flash_attn:flash_attn_varlen_func": flash_attn,
     "v1.attention.ops.triton_unified_attention:unified_attention": unified,
@@ -63,9 +69,7 @@ STAND_INS = {
     "v1.sample.ops.topk_topp_triton:apply_top_k_top_p_triton": limit_rows,
     "v1.sample.ops.topk_topp_sampler:random_sample": lambda probs, _: torch.multinomial(probs, 1)[:, 0],
     "_C.cutlass_scaled_mm": lambda out, a, b, x, y, bias: out.copy_(w8a8(a, b, x, y, out.dtype)),
-    "_flashmla_C.dense_decode_fwd": lambda q, k, dims, lens, table, scale, causal, *_: flash_mla(
-        q, k, table, lens, dims, softmax_scale=scale, causal=causal
-    ),
+    "_flashmla_C.dense_decode_fwd": dense_decode_fwd,
     "_C.rms_norm": norm_vllm,
     "_C.fused_add_rms_norm": add_norm_in_place,
     "_C.rotary_embedding": rope_in_place,

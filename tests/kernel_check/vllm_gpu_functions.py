@@ -62,7 +62,7 @@ def gpu_functions(
         if q.dtype == torch.float32 or k.shape[1] != 64 or (q.shape[3], head_dim_v) != (576, 512):
             raise ValueError(f"unsupported: {q.dtype}, page size {k.shape[1]}, {q.shape[3]} dims")
         k = live(k, table, lens)
-        return flash_mla(q, k, head_dim_v, lens, table, softmax_scale, causal, None, None)[0]
+        return flash_mla(q, k, head_dim_v, lens, table, softmax_scale, causal, *[None] * 3)[0]
 
     def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: torch.dtype) -> Any:
         if b.shape[0] % 16 or b.shape[1] % 16:
