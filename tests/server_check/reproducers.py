@@ -274,14 +274,6 @@ TRANSFORMERS = (
         lambda a: a[0].status == 200 and not is_json(a[0].content),
     ),
     Reproducer(
-        "penalty-ignored",
-        '`"presence_penalty": 2`, beside 0, at temperature 0',
-        "other tokens, or status 400",
-        "the same text",
-        ({"presence_penalty": 2.0, "max_tokens": 64}, {"presence_penalty": 0.0, "max_tokens": 64}),
-        lambda a: a[0].status == 200 and a[0].content == a[1].content,
-    ),
-    Reproducer(
         "no-done",
         '`"stream": true`',
         "the last event is `[DONE]`",
@@ -306,7 +298,20 @@ TRANSFORMERS = (
         lambda a: a[0].status >= 500,
     ),
 )
-SERVERS = {"llama.cpp": LLAMA, "transformers serve": TRANSFORMERS}
+SHARED = ("marker-in-message", "parts-of-content", "not", "required-undeclared", "enum-of-other-type",
+          "bounds-beside-any-of")  # fmt: skip
+VLLM = (
+    *(each for each in LLAMA if each.name in SHARED),
+    Reproducer(
+        "quote-in-pattern",
+        r'schema `{"type": "string", "pattern": "^\"[ab]$"}`',
+        "JSON, or status 400",
+        '`""a"`, which is no JSON',
+        (schema({"type": "string", "pattern": '^"[ab]$'}),),
+        lambda a: a[0].status == 200 and not is_json(a[0].content),
+    ),
+)
+SERVERS = {"llama.cpp": LLAMA, "transformers serve": TRANSFORMERS, "vLLM": VLLM}
 
 
 def whole(body: JSON, model: str) -> JSON:

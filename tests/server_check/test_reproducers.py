@@ -18,7 +18,7 @@ def test_every_recorded_reproducer_was_seen() -> None:
         assert all(row["seen"] for row in rows)
         texts = [(each.name, each.request, each.expected, each.got) for each in reproducers]
         assert [tuple(row[name] for name in ("name", "request", "expected", "got")) for row in rows] == texts
-        assert len(texts) >= 10
+        assert len(texts) >= 7
 
 
 def test_a_refusal_is_no_bug_and_a_report_has_a_command_for_each_request() -> None:
