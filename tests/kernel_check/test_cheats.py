@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
-from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
+from diptych.shared.tools.conformance.kernels.one_call import check_values
+from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel, problems_of
 from tests.kernel_check.cheat_runs import CHEATS, cases_of, found, run_here
 from tests.kernel_check.cheats import HONEST, PATTERNS
 from tests.kernel_check.conduct import CONDUCT
@@ -34,6 +37,21 @@ def test_the_table_has_a_name_for_every_pattern_and_operation() -> None:
 
 def test_right_functions_give_no_alarm() -> None:
     assert run_seeds("gemm", range(3)) == []
+
+
+def test_results_below_the_normal_numbers_may_be_rounded_once() -> None:
+    """With seed 769 the only element of `a` that is not zero is 0.0002."""
+    assert run_seeds("gemm", [769]) == []
+    like, convention = LIKES["gemm"], convention_of("gemm", "torch")
+    case = next(case for case in like.cases if case.name == "1 x 64 x 256, float16")
+    _, problem = problems_of(like, convention, case, 769)
+    assert problem is not None
+    exact, step = problem.expected["out"], 2.0**-24
+    assert exact.abs().max() < torch.finfo(torch.float16).smallest_normal
+    check_values(problem, {"out": exact.half()}, "rounded")
+    for wrong in (exact.mul(1 / step).trunc() * step, exact * (1 + 3e-3), exact * 0):
+        with pytest.raises(Mismatch, match="root-mean-square"):
+            check_values(problem, {"out": wrong.half()}, "wrong")
 
 
 @pytest.mark.full
