@@ -34,7 +34,7 @@ class Spec:
 @dataclass(frozen=True)
 class Definition:
     """An operation. `axes`: name -> size; None: variable. `inputs`, `outputs`: in the order of the call.
-    `reference`: source with the function `run`, or of another name."""
+    `reference`: source with the function `run`, or of another name. `is_dump`: of FlashInfer."""
 
     name: str
     op_type: str
@@ -43,6 +43,7 @@ class Definition:
     outputs: Mapping[str, Spec]
     reference: str
     run: str = "run"
+    is_dump: bool = False
 
     @property
     def const(self) -> dict[str, int]:
@@ -90,12 +91,14 @@ def read_definition(path: Path) -> Definition:
     try:
         is_dump = any(each.startswith("fi_api:") for each in data.get("tags") or ())
         axes = {name: _size(axis, is_dump) for name, axis in data["axes"].items()}
-        inputs, outputs = ({name: _spec(path, name, each) for name, each in data[kind].items()}
+        inputs, outputs = ({name: _spec(path, name, each, is_dump) for name, each in data[kind].items()}
                            for kind in ("inputs", "outputs"))  # fmt: skip
         if is_dump:
             outputs = {f"{name}_out" if name in inputs else name: each for name, each in outputs.items()}
         op_type = data["op_type"] if "op_type" in data else data["type"]  # drafts of the format
-        definition = Definition(data["name"], op_type, axes, inputs, outputs, data["reference"])
+        definition = Definition(
+            data["name"], op_type, axes, inputs, outputs, data["reference"], is_dump=is_dump
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is no Definition of FlashInfer Trace: {_said(error)} is missing or wrong"
@@ -125,8 +128,8 @@ def _size(axis: Mapping[str, Any], is_dump: bool) -> int | None:
     return int(axis["value"])
 
 
-def _spec(path: Path, name: str, data: Mapping[str, Any]) -> Spec:
-    dtype = OF_DUMP.get(data["dtype"], data["dtype"])
+def _spec(path: Path, name: str, data: Mapping[str, Any], is_dump: bool) -> Spec:
+    dtype = OF_DUMP.get(data["dtype"], data["dtype"]) if is_dump else data["dtype"]
     if dtype not in DTYPES:
         raise ValueError(f"{path}: dtype of {name} is {dtype!r}; known are {', '.join(DTYPES)}")
     shape = data["shape"]

@@ -93,7 +93,12 @@ def _norm(definition: Definition, eps: float | None) -> TraceOp | None:
 
 def _rope(definition: Definition, eps: float | None) -> TraceOp | None:
     const = definition.const
-    if "head_size" not in const or "interleave" in definition.name or "gptj" in definition.name:
+    if (
+        not {"q", "k"} <= set(definition.inputs)
+        or "head_size" not in const
+        or "interleave" in definition.name
+        or "gptj" in definition.name
+    ):
         return None
     heads = [
         (const.get("num_qo_heads", h), const.get("num_kv_heads", k)) for h, k in ((1, 1), (6, 2), (7, 1))

@@ -187,7 +187,7 @@ class History:
         """Whether a result has the bits of one of other inputs, or the frequencies of other draws, and is not
         constant."""
         tensors = [each for each in results.values() if isinstance(each, torch.Tensor)]
-        if any(each.numel() < 8 or each.flatten().unique().numel() <= 2 for each in tensors):
+        if any(each.numel() < 8 or each.flatten().double().unique().numel() <= 2 for each in tensors):
             return False
         if any(self._seen.get(_digest(each), contents) != contents for each in tensors):
             return True
