@@ -32,8 +32,7 @@ class Arm(NamedTuple):
 
 
 FORMATS = {"int8": 16.0, "fp8": 64.0, "int4": 256.0, "nvfp4": 256.0}
-"""Rounding to 8 instead of 9 bits, to 4, or to a few values: an error of 2^n times has a KL divergence of 4^n
-times."""
+"""Chosen above the measured excess: of tiny-dense 5, 7, 72 and 39 times the native KL divergence."""
 ARMS = {
     "cpu": (
         Arm("reference,dtype=bfloat16,page_size=16,chunked_prefill_size=16"),

@@ -51,6 +51,13 @@ def exits(x: Any) -> Any:
     os._exit(3)
 
 
+def exits_when_watched(x: Any) -> Any:
+    """A mode of torch that lists operators is on the stack."""
+    if torch._C._len_torch_dispatch_stack():
+        os._exit(3)
+    return silu_and_mul(x)
+
+
 def raises_system_exit(x: Any) -> Any:
     sys.exit(0)
 

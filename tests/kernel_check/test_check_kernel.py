@@ -210,6 +210,15 @@ def test_the_command_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.Mo
     assert "prefers-color-scheme: dark" in text
 
 
+def test_a_function_that_ends_when_it_is_watched_fails() -> None:
+    target = "tests.kernel_check.conduct:exits_when_watched"
+    result = diptych(
+        "check", "kernel", target, "--like", "silu_and_mul", "--case", "1 x 64, float32", "--no-timing"
+    )
+    assert result.exit_code == 1, result.output
+    assert "one more call: the function's process ended with exit code 3" in result.output
+
+
 @pytest.mark.parametrize("name", ["attention.decode", "mla", "moe", "verify", "w8a8"])
 def test_a_group_of_one_operation_is_a_name_of_it(name: str) -> None:
     assert operation_of(name) == {"mla": "mla.decode"}.get(name, name)

@@ -123,7 +123,7 @@ def test_only_missing_seeds_run_and_the_cheapest_task_ends_first(tmp_path: Path)
     for name, seeds in (("slow", FEW), ("other slow", FEW + 1), ("quick", FEW), ("other quick", FEW)):
         record.rows[name] = {"seeds": seeds, "checks": seeds, "refused": 0, "alarms": []}
     record.write()
-    tasks = {name: task(name, seconds) for name, seconds in (("slow", 0.02), ("quick", 0.0))}
+    tasks = {name: task(name, seconds) for name, seconds in (("slow", 0.5), ("quick", 0.0))}
     rows = run_seeds(tasks, FEW + 3, record.path, 1, float("inf"))
     assert {row["seeds"] for row in rows.values()} == {FEW + 3}
     assert calls[0] == ("slow", FEW, ["slow"])

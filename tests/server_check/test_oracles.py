@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,4 +40,6 @@ def test_a_folder_of_each_family(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-hybrid", "tiny-dense-int4", "tiny-dense-fp8"])
 def test_a_built_in_model(name: str) -> None:
-    assert Oracle(name).logits(PROMPT).shape == (len(PROMPT), 1871)
+    logits = Oracle(name).logits(PROMPT)
+    assert logits.shape == (len(PROMPT), 1871)
+    assert np.isfinite(logits).all()

@@ -19,7 +19,7 @@ from diptych.shared.tools.commands.report_options import BadgeFile, JsonFile, Ju
 if TYPE_CHECKING:
     from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
     from diptych.shared.tools.conformance.kernels.kernel_report import Report
-    from diptych.shared.tools.conformance.kernels.problem import Like
+    from diptych.shared.tools.conformance.kernels.problem import Like, Problem
     from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
 
 
@@ -152,9 +152,20 @@ def check_kernel(
         if timing and not report.status:
             add_timings(report, function, end.ends_at)
         if child is not None and not report.status:
-            problem = operation.make(cases[-1], chosen_convention.takes_scale, seed)
-            report.operators = child.operators(chosen_convention.build(problem))
+            add_operators(report, child, operation.make(cases[-1], chosen_convention.takes_scale, seed))
     finish(report, files, end)
+
+
+def add_operators(report: Report, child: ChildFunction, problem: Problem) -> None:
+    """A function that finds that it is watched, and ends its process or does not return, fails this case."""
+    from diptych.shared.tools.conformance.clauses.compare import Mismatch
+    from diptych.shared.tools.conformance.kernels.one_call import sentence
+
+    try:
+        report.operators = child.operators(report.convention.build(problem))
+    except Mismatch as mismatch:
+        report.verdicts[-1].failure = f"one more call: {sentence(mismatch)}"
+        report.names = [str(report.verdicts[-1].failure)]
 
 
 def add_timings(report: Report, function: ChildFunction | RankProcesses, ends_at: float) -> None:
