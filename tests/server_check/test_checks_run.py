@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from diptych.shared.tools.conformance.server.answer import Answer
@@ -13,6 +14,7 @@ from diptych.shared.tools.conformance.server.checks import QUICK, Context, Findi
 from diptych.shared.tools.conformance.server.logprob_tolerance import TABLE
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.same import difference
+from diptych.shared.tools.conformance.server.sampling import judge_greedy
 from diptych.shared.tools.conformance.server.session import connect
 from diptych.shared.tools.conformance.server.verdict import Report, figure_lines
 from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
@@ -132,6 +134,21 @@ def test_a_difference_is_found_where_it_is() -> None:
         found = difference(expected, actual, TABLE["float32"])
         assert found is not None
         assert (found.position, found.what, found.is_tie) == (position, what, False)
+
+
+@pytest.mark.parametrize(
+    ("gap", "status"), [(0.0, "holds"), (0.5, "near tie"), (2.0, "near tie"), (9.0, "fails")]
+)
+def test_a_greedy_token_is_not_far_from_the_best(context: Context, gap: float, status: str) -> None:
+    """In bfloat16 a few tokens of an answer may be beyond the limit of 0.6, but not by any amount."""
+    rows = np.full((8, 3), -30.0)
+    rows[:, 0] = -1e-9
+    rows[3, 1] = -gap or -30.0
+    ids = (0, 0, 0, int(gap > 0), 0, 0, 0, 0)
+    answer = Answer(ids, ("",) * 8, "", None, None, None, "length", None, None)
+    own = rows[np.arange(8), ids]
+    half = dataclasses.replace(context, tolerance=TABLE["bfloat16"])
+    assert judge_greedy(half, answer, rows, rows.max(1) - own, own).status == status
 
 
 def test_tokens_that_are_as_likely_are_a_near_tie() -> None:

@@ -24,6 +24,9 @@ MOST_OTHERS = 0.2
 """Share of near ties among the tokens of greedy answers. Correct servers had 0.4 % (tiny-dense in bfloat16),
 2 % (in Q8_0) and 7 % (tiny-moe in bfloat16); samples at temperature 0.7 have 25 % and more."""
 LEAST_TOKENS = 30
+FAR = 8.0
+"""Limits of the best token. A gap is the errors of two tokens; four times that is no outlier of a format (the
+largest errors of correct servers are below two limits), but a wrong token."""
 
 
 def sampled(context: Context, **params: Any) -> list[Answer]:
@@ -94,17 +97,18 @@ def greedy_choice(context: Context) -> Iterator[Finding]:
         gaps = rows.max(axis=1) - own
         num += len(ids)
         others += [i for i in range(len(ids)) if gaps[i] > 0]
-        yield _greedy_of_one(context, answer, rows, gaps, own)
+        yield judge_greedy(context, answer, rows, gaps, own)
     share = len(others) / max(num, 1)
     if num >= LEAST_TOKENS and share > MOST_OTHERS:
         what = "share of tokens that are not the reference's best"
         yield Finding("fails", what, f"at most {MOST_OTHERS}", share, {"tokens": num})
 
 
-def _greedy_of_one(context: Context, answer: Answer, rows: Floats, gaps: Floats, own: Floats) -> Finding:
+def judge_greedy(context: Context, answer: Answer, rows: Floats, gaps: Floats, own: Floats) -> Finding:
     """`rows`: the reference's log-probabilities; `own`: those of the chosen tokens; `gaps`: to the best."""
     ids, tolerance = list(answer.token_ids or ()), context.tolerance
     beyond = np.flatnonzero(gaps > 2 * np.array([tolerance.allowed(value) for value in own]))
+    far = np.flatnonzero(gaps > FAR * np.array([tolerance.allowed(value) for value in own + gaps]))
     evidence = {"largest gap": float(gaps.max(initial=0.0)), "limit": 2 * tolerance.max_error}
     if answer.logprobs is not None and len(answer.logprobs) == len(ids):
         worse = [i for i in range(len(ids)) if not is_own_best(answer, i)]
@@ -112,8 +116,8 @@ def _greedy_of_one(context: Context, answer: Answer, rows: Floats, gaps: Floats,
             what = f"token {worse[0]} is not the most likely one by the server's own log-probabilities"
             best = max(answer.top_logprobs[worse[0]].values()) if answer.top_logprobs else None
             return Finding("fails", what, best, answer.logprobs[worse[0]], evidence, len(ids))
-    if len(beyond) > num_outliers(tolerance, len(ids)):
-        at = int(beyond[0])
+    if far.size or len(beyond) > num_outliers(tolerance, len(ids)):
+        at = int(far[0] if far.size else beyond[0])
         what = f"token {at} is not the most likely one, by {gaps[at]:.3g}"
         return Finding("fails", what, int(rows[at].argmax()), ids[at], evidence, len(ids))
     if (gaps > 0).any():
