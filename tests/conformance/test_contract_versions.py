@@ -35,13 +35,12 @@ def test_contracts_are_as_recorded() -> None:
     assert list(recorded()) == list(CONTRACTS)
 
 
-@pytest.mark.parametrize("component", CONTRACTS)
-def test_versions_go_up_and_each_says_what_it_changes(component: str) -> None:
-    record = recorded()[component]
-    versions = [parse_version(version) for version in record["changes"]]
-    assert versions == sorted(set(versions))
-    assert all(record["changes"].values())
-    assert {since for since, _ in record["clauses"].values()} <= set(record["changes"])
+def test_versions_go_up_and_each_says_what_it_changes() -> None:
+    for component, record in recorded().items():
+        versions = [parse_version(version) for version in record["changes"]]
+        assert versions == sorted(set(versions)), component
+        assert all(record["changes"].values()), component
+        assert {since for since, _ in record["clauses"].values()} <= set(record["changes"]), component
 
 
 @pytest.mark.parametrize(
