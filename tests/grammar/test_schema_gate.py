@@ -18,7 +18,7 @@ from diptych.shared.grammar.schema_gate import gate, gate_tag
 from diptych.shared.grammar.schema_read import REFUSED
 from diptych.shared.grammar.schema_regex import json_pattern, whole_match
 from diptych.shared.grammar.spec import choice_to_ebnf
-from diptych.shared.tools.conformance.server.random_schemas import PATTERNS, document
+from diptych.shared.tools.conformance.server.random_schemas import PATTERNS, document, has_meaning
 from tests.grammar.schema_samples import END, compiler, sample
 
 COMPILER = compiler()
@@ -115,6 +115,7 @@ def test_answers_to_random_schemas_are_valid(first: int, num_schemas: int) -> No
             compiled = compile_gated(schema)
         except ValueError:
             continue
+        assert has_meaning(schema), seed
         validator = VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER)
         for _ in range(10):
             answer = sample(compiled, rng)
@@ -122,6 +123,23 @@ def test_answers_to_random_schemas_are_valid(first: int, num_schemas: int) -> No
                 num_answers += 1
                 assert validator.is_valid(json.loads(answer)), (seed, answer)
     assert num_answers >= (100_000 if num_schemas > 1000 else 200)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"anyOf": [{"$ref": "#"}]}, False),
+        ({"oneOf": [{"$ref": "#/$defs/x"}]}, False),
+        ({"properties": {"a": {"$ref": "#"}}}, True),
+        ({"properties": {"a": {"pattern": "a{2,1}"}}}, False),
+        ({"patternProperties": {"a{2,1}": True}}, False),
+    ],
+)
+def test_a_schema_that_no_validator_can_judge_is_known(found: Any, expected: bool) -> None:
+    definitions = {"x": {"allOf": [{"$ref": "#z"}]}, "y": {}, "z": {"$anchor": "z", "$ref": "#/$defs/y"}}
+    if "oneOf" in found:
+        definitions["z"]["$ref"] = "#/$defs/x"
+    assert has_meaning({**found, "$defs": definitions}) is expected
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,16 @@ def test_a_check_alone_asks_what_it_asks_in_a_whole_run(proxied: LocalServer, or
     assert found[1].isdisjoint(found[2])
 
 
+def test_an_error_of_a_check_is_a_finding_and_the_others_go_on(context: Context) -> None:
+    def wrong(context: Context) -> Finding:
+        raise KeyError("no such row")
+
+    broken = dataclasses.replace(chosen([NEXT])[0], run=wrong)
+    found = list(run_checks(context, [broken, *chosen(["dependence.repeat"])]))
+    assert [result.status for result in found] == ["fails", "holds"]
+    assert "this check itself failed, not the server: KeyError" in found[0].findings[0].what
+
+
 NEXT = "dependence.prefix_cache"
 SAMPLING = ["sampling.top_k", "sampling.same_seed", "sampling.logprob_temperature"]
 

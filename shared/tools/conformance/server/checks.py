@@ -215,8 +215,8 @@ def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
 
 
 def run_check(context: Context, each: Check, findings: list[Finding]) -> bool:
-    """Appends the findings; whether the server has stopped. Errors of the client become findings, except
-    after the end of the check."""
+    """Appends the findings; whether the server has stopped. Errors of the client and of the check become
+    findings, except after the end of the check."""
     try:
         outcome = each.run(context)
         if isinstance(outcome, Finding):
@@ -231,6 +231,11 @@ def run_check(context: Context, each: Check, findings: list[Finding]) -> bool:
             return False
         findings.append(Finding("fails", f"no answer: {error}"))
         return not answers(context.server)
+    except TimeLimitExceeded:
+        raise
+    except Exception as error:  # the other checks go on
+        what = f"this check itself failed, not the server: {type(error).__name__}: {error}; please report it"
+        findings.append(Finding("fails", what))
     return False
 
 

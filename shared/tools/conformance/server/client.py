@@ -115,7 +115,9 @@ class Server:
         return self._answers("/v1/chat/completions", body, None)
 
     def at_once(self, calls: Sequence[Callable[[], T]], concurrency: int) -> list[T]:
-        """The results of the calls, in order, with up to `concurrency` of them in flight."""
+        """The results of the calls, in order, with up to `concurrency` of them in flight. `curl` has none of
+        their requests, which are of other threads, and none from before."""
+        self.last.request = ("", None)
         with ThreadPoolExecutor(max_workers=max(concurrency, 1)) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Iterator
 from typing import Any
 
 PATTERNS = [
@@ -97,6 +99,46 @@ def document(rng: random.Random) -> Any:
     found = schema(rng)
     definitions = {"x": schema(rng, 1), "y": schema(rng, 2), "z": {"$anchor": "z", **schema(rng, 0)}}
     return {**found, "$defs": definitions}
+
+
+def has_meaning(document: Any) -> bool:
+    """Whether a validator can judge values by it: Python compiles its patterns, and no reference leads back
+    to itself without a property or an item between, as in {"anyOf": [{"$ref": "#"}]}."""
+    found = document["$defs"]
+    root = {name: value for name, value in document.items() if name != "$defs"}
+    targets = {"#": root, "#/$defs/x": found["x"], "#/$defs/y": found["y"], "#z": found["z"]}
+    used = {"#"}
+    after = {name: {each["$ref"] for each in in_place(target)} for name, target in targets.items()}
+    for _ in targets:  # paths of any length
+        used |= {
+            each["$ref"] for name in used for each in parts(targets[name]) if str(each.get("$ref")) in targets
+        }
+        after = {name: direct.union(*(after[each] for each in direct)) for name, direct in after.items()}
+    try:
+        for each in (part for name in used for part in parts(targets[name])):
+            for text in (each.get("pattern"), *each.get("patternProperties", ())):
+                re.compile(text if isinstance(text, str) else "")
+    except (re.error, RecursionError):
+        return False
+    return not any(name in after[name] for name in used)
+
+
+def in_place(found: Any) -> Iterator[dict[str, Any]]:
+    """The parts with a reference that judge the same value as the schema."""
+    if isinstance(found, dict):
+        if "$ref" in found:
+            yield found
+        for name in ("allOf", "anyOf", "oneOf"):
+            for each in found.get(name, ()):
+                yield from in_place(each)
+
+
+def parts(found: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema."""
+    if isinstance(found, dict):
+        yield found
+    for each in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        yield from parts(each)
 
 
 def some(rng: random.Random, share: float = 0.4, **keywords: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from diptych.shared.tools.conformance.server.checks import Context, Finding, che
 from diptych.shared.tools.conformance.server.client import Malformed, Refused
 from diptych.shared.tools.conformance.server.keyword_schemas import KEYWORDS
 from diptych.shared.tools.conformance.server.prompt_checks import no_chat
-from diptych.shared.tools.conformance.server.random_schemas import document
+from diptych.shared.tools.conformance.server.random_schemas import document, has_meaning
 from diptych.shared.tools.conformance.server.semantics import CHAT, MESSAGES, post
 
 JSON = dict[str, Any]
@@ -58,8 +58,11 @@ def answer_to(context: Context, schema: Any, temperature: float, seed: int) -> s
     return (choice.get("message") or {}).get("content") or ""
 
 
-def judged(context: Context, name: str, schema: Any, num: int, seed: int) -> Finding:
-    """Several answers to one schema. `seed`: of the run; each answer has its own."""
+def judged(
+    context: Context, name: str, schema: Any, num: int, seed: int, has_meaning: bool = True
+) -> Finding:
+    """Several answers to one schema. `seed`: of the run; each answer has its own. One without a meaning has
+    to be refused, or answered anyhow."""
     num_ended, rng = 0, random.Random(f"{name} {seed}")
     for i in range(num):
         try:
@@ -72,7 +75,7 @@ def judged(context: Context, name: str, schema: Any, num: int, seed: int) -> Fin
         if text is None:
             continue
         num_ended += 1
-        if wrong := problem(text, schema):
+        if has_meaning and (wrong := problem(text, schema)):
             return Finding("fails", f"{name} is accepted and not satisfied", schema, wrong)
     if not num_ended:
         return Finding("not offered", f"{name}: no answer ended")
@@ -120,7 +123,8 @@ def random_schemas(context: Context) -> Iterator[Finding]:
         return
     first = context.rng.randrange(2**31)
     for seed in range(first, first + context.limits.num_schemas):
+        found = document(random.Random(seed))
         try:
-            yield judged(context, f"random schema {seed}", document(random.Random(seed)), 2, first)
+            yield judged(context, f"random schema {seed}", found, 2, first, has_meaning(found))
         except Malformed as error:
             yield Finding("fails", f"random schema {seed}: {error}")
