@@ -73,7 +73,7 @@ def prefill_batches(
         if num_requests <= min(config.max_running_requests, num_tokens) and num_tokens <= most:
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
-    if model.rope.mrope_section and model.linear_attention is None:
+    if model.rope.mrope_section:
         for num_tokens in {min(n, most, config.context_len) for n in (1, MANY_TOKENS)}:
             batch = prompts([num_tokens], device)
             axes, row = batch.positions.expand(3, -1).contiguous(), batch.positions[:1]

@@ -79,7 +79,8 @@ class Family:
     keys: Names = ()  # of config.json, and what they are elsewhere
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rows of FUSED or GROUPED
     names: Names = ()
-    packed_experts: Literal["rows", "columns", "alternating columns"] = "rows"  # of gate and up
+    # of gate and up
+    packed_experts: Literal["rows", "columns", "alternating columns", "rows or columns"] = "rows"
 
     more: Callable[[ModelConfig, Fields], ModelConfig] | None = None  # what only this family has
 
@@ -128,6 +129,9 @@ _OLMO = Family(
     wide_qk_norm=True,
     norms="after",
     names=_NORM_BEHIND_ATTENTION,
+)
+_QWEN3_MOE = Family(
+    qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
 )
 _QWEN_WINDOWS = Windows("optional, from max_window_layers")
 
@@ -207,9 +211,9 @@ FAMILIES = {
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
-    "Qwen3MoeForCausalLM": Family(
-        qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
-    ),
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    # the same in Qwen3-VL, whose published checkpoints have experts packed and transposed
+    "Qwen3VLMoeForCausalLM": replace(_QWEN3_MOE, packed_experts="rows or columns"),
     # no RoPE in every fourth layer
     "SmolLM3ForCausalLM": Family(
         qkv_bias=None,

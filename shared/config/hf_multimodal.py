@@ -46,6 +46,10 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 500_000.0,
         },
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeForCausalLM",
+        {"norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
+    ),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", {}),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", {}),
     "LlavaForConditionalGeneration": (

@@ -1,4 +1,4 @@
-"""The vision tower in the config.json of a LLaVA or Qwen3-VL checkpoint, and how its images are prepared."""
+"""The vision tower in the config.json of a LLaVA or a Qwen, and how its images are prepared."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from diptych.shared.config.fields import Fields
+from diptych.shared.config.fields import Fields, only_name
 
-LLAVA, QWEN3_VL = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+LLAVA = "LlavaForConditionalGeneration"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3
+
+
+class QwenTower(NamedTuple):
+    """What a missing key of its config.json stands for."""
+
+    image_token_id: int
+    video_token_id: int
+    deepstack_layers: tuple[int, ...]
+
+
+_QWEN3_VL, _QWEN3_5 = QwenTower(151_655, 151_656, (8, 16, 24)), QwenTower(248_056, 248_057, ())
+QWEN = {
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+}
+"""The architectures with Qwen3-VL's tower. Qwen3.5 has it without deepstack."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +86,20 @@ class VisionConfig:
 def has_tower(folder: Path) -> bool:
     """Whether images of a model run, by the architecture in its config.json."""
     text = (folder / "config.json").read_text("utf-8")
-    return LLAVA in text or (QWEN3_VL in text and bool(_preparation_fields(folder).values))
+    is_qwen = any(f'"{name}"' in text for name in QWEN)
+    return LLAVA in text or (is_qwen and bool(_preparation_fields(folder).values))
 
 
 def read_vision_config(folder: Path) -> VisionConfig | None:
     """None for a model without images that this engine runs. Raises `ValueError` for a LLaVA with other parts
-    than CLIP and a GELU projector, for a Qwen3-VL of another form, or for other steps of preparation."""
+    than CLIP and a GELU projector, for a Qwen's tower of another form, or for other steps of preparation."""
     config = _read(folder / "config.json")
-    if config.get("architectures") not in ([LLAVA], [QWEN3_VL]) or not has_tower(folder):
+    architecture = only_name(config.get("architectures"))
+    if architecture not in (LLAVA, *QWEN) or not has_tower(folder):
         return None
     fields = Fields(config, "config.json")
     tower = Fields(fields.raw("vision_config", "an object"), "config.json, vision_config")
-    return (
-        _llava(folder, fields, tower) if config["architectures"] == [LLAVA] else _qwen(folder, fields, tower)
-    )
+    return (_llava if architecture == LLAVA else _qwen)(folder, fields, tower)
 
 
 def _llava(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
@@ -117,6 +135,7 @@ def _llava(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
 
 
 def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
+    defaults = QWEN[only_name(fields.values["architectures"])]
     _expect(tower, hidden_act="gelu_pytorch_tanh", in_channels=3)
     hidden_size, num_heads = _heads(tower, "num_heads", 1152, 16)
     if hidden_size // num_heads % 4:
@@ -127,7 +146,7 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise tower.error("num_position_embeddings", "the square of an integer")
     key = "deepstack_visual_indexes"
-    deepstack = tower.integers(key) if key in tower else [8, 16, 24]
+    deepstack = tower.integers(key) if key in tower else list(defaults.deepstack_layers)
     if deepstack != sorted(set(deepstack)) or max(deepstack, default=0) >= num_layers:
         raise tower.error(key, f"ascending layers in [0, {num_layers})")
     rope = Fields(tower.values.get("rope_parameters") or {}, f"{tower.where}, rope_parameters")
@@ -139,7 +158,7 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
     mean, std = _colours(found)
     min_pixels, max_pixels = _pixel_limits(found)
     return VisionConfig(
-        image_token_id=fields.integer("image_token_id", 151_655, minimum=0),
+        image_token_id=fields.integer("image_token_id", defaults.image_token_id, minimum=0),
         image_size=patch_size * merge_size,
         patch_size=patch_size,
         hidden_size=hidden_size,
@@ -160,7 +179,7 @@ def _qwen(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:
             grid_size=math.isqrt(num_positions),
             rope_theta=rope.number("rope_theta", 10_000.0),
             deepstack_layers=tuple(deepstack),
-            video_token_id=fields.integer("video_token_id", 151_656, minimum=0),
+            video_token_id=fields.integer("video_token_id", defaults.video_token_id, minimum=0),
         ),
     )
 

@@ -73,7 +73,7 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
         return _grouped_parts(parent, module, shape, config.linear_attention)
     if config is not None and module in family.fused:
         return _fused_parts(parent, family.fused[module], last, shape, config)
-    if family.packed_experts != "rows":
+    if family.packed_experts != "rows" and not _are_rows(name, shape, config, family):
         return _transposed_parts(name, shape, family.packed_experts == "alternating columns")
     if match := _MIXTRAL.fullmatch(name):
         layer, router, expert_id, matrix = match.groups()
@@ -101,6 +101,15 @@ def canonical_parts(name: str, shape: tuple[int, ...], config: ModelConfig | Non
         for e in range(num_experts)
         for proj, rows in (("gate_proj", slice(0, half)), ("up_proj", slice(half, num_rows)))
     ]
+
+
+def _are_rows(name: str, shape: tuple[int, ...], config: ModelConfig | None, family: Family) -> bool:
+    """Whether these packed experts are not transposed, as transformers 5 holds and writes them."""
+    match = _PACKED.fullmatch(name)
+    if match is None or config is None or config.moe is None or family.packed_experts != "rows or columns":
+        return False
+    num_columns = config.hidden_size if match[2] == "gate_up_proj" else config.moe.intermediate_size
+    return shape[-1] == num_columns
 
 
 def _fused_parts(

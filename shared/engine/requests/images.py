@@ -59,7 +59,7 @@ def why_no_images(engine_config: EngineConfig, model_config: ModelConfig, vision
         return str(error)
     if vision is not None:
         return ""
-    needs = "weights and preprocessor_config.json of a LLaVA or Qwen3-VL"
+    needs = "weights and preprocessor_config.json of a LLaVA, Qwen3-VL or Qwen3.5"
     return f"{model_config.architecture} takes no images: they need {needs}"
 
 
