@@ -86,20 +86,18 @@ class VisionConfig:
 def has_tower(folder: Path) -> bool:
     """Whether images of a model run, by the architecture in its config.json."""
     text = (folder / "config.json").read_text("utf-8")
-    is_qwen = any(f'"{name}"' in text for name in QWEN)
-    return LLAVA in text or (is_qwen and bool(_preparation_fields(folder).values))
+    return LLAVA in text or (any(map(text.count, QWEN)) and bool(_preparation_fields(folder).values))
 
 
 def read_vision_config(folder: Path) -> VisionConfig | None:
     """None for a model without images that this engine runs. Raises `ValueError` for a LLaVA with other parts
     than CLIP and a GELU projector, for a Qwen's tower of another form, or for other steps of preparation."""
     config = _read(folder / "config.json")
-    architecture = only_name(config.get("architectures"))
-    if architecture not in (LLAVA, *QWEN) or not has_tower(folder):
+    if not has_tower(folder) or only_name(config.get("architectures")) not in (LLAVA, *QWEN):
         return None
     fields = Fields(config, "config.json")
     tower = Fields(fields.raw("vision_config", "an object"), "config.json, vision_config")
-    return (_llava if architecture == LLAVA else _qwen)(folder, fields, tower)
+    return (_llava if config["architectures"] == [LLAVA] else _qwen)(folder, fields, tower)
 
 
 def _llava(folder: Path, fields: Fields, tower: Fields) -> VisionConfig:

@@ -11,7 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
-from tests.engine.test_images import CHUNKED, GREEDY, IMAGE, ON_GPU, Answer, answers, engine, random_model, save
+from tests.engine.test_images import (
+    CHUNKED,
+    GREEDY,
+    IMAGE,
+    ON_GPU,
+    Answer,
+    answers,
+    engine,
+    random_model,
+    save,
+)
 from tests.engine.test_qwen_images import PICTURES, PROCESSOR, PROMPTS, TEXT, VIDEO, VISION, hf_answer
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [2]}
