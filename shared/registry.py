@@ -95,6 +95,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "diptych.reference.speculative.draft_models",
         "optimized": "diptych.optimized.speculative.draft_models",
     },
+    "vision": {"reference": "diptych.reference.modes.vision", "optimized": "diptych.optimized.modes.vision"},
     "model_runner": {
         "reference": "diptych.reference.model_runner:ModelRunner",
         "optimized": "diptych.optimized.model_runner:ModelRunner",
@@ -149,7 +150,7 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {
 
 TRITON_ONLY = (
     "layers", "lora", "quantization", "quantized_experts", "moe", "models", "draft_models", "expert_dispatch",
-    "sampler", "draft_tree",
+    "sampler", "draft_tree", "vision",
 )  # fmt: skip
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton", "deterministic"),
@@ -175,7 +176,6 @@ PARTS: dict[str, str] = {
     "hybrid_attention": "diptych.optimized.attention.hybrid:hybrid_of",
     "reference block diffusion": "diptych.reference.modes.block_diffusion",
     "optimized block diffusion": "diptych.optimized.modes.block_diffusion",
-    "vision": "diptych.reference.modes.vision",
     "reference pipeline": "diptych.reference.parallel.pipeline",
     "optimized pipeline": "diptych.optimized.parallel.pipeline",
     "reference dp_attention": "diptych.reference.parallel.dp_attention:PassDispatch",

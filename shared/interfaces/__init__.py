@@ -68,6 +68,7 @@ from diptych.shared.interfaces.scheduler import (
     SchedulerStats,
 )
 from diptych.shared.interfaces.transport import TransferStatus, Transport
+from diptych.shared.interfaces.vision import VisionTower
 
 __all__ = [
     "CLIP_MAX_NEW_TOKENS",
@@ -139,5 +140,6 @@ __all__ = [
     "TopKOutput",
     "TransferStatus",
     "Transport",
+    "VisionTower",
     "WatchablePrefixCache",
 ]

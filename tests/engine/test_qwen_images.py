@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGe
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from diptych.optimized.graphs.rehearsal import MANY_TOKENS, prefill_batches
-from diptych.reference.modes.qwen_vision import QwenVisionTower, normalized
+from diptych.reference.modes.qwen_vision import QwenVisionTower
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.model import RopeConfig
@@ -23,6 +23,7 @@ from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.image_grid import rope_positions
 from diptych.shared.loading.load_model import tell_unused
+from diptych.shared.modeling.vision_modules import normalized
 from diptych.shared.types import PromptEmbeds
 from tests.engine.test_images import (
     CHUNKED,
@@ -186,7 +187,7 @@ def test_pixels_are_those_of_transformers(folder: Path) -> None:
         pixels = image_prompts.pixels_of(each, config)
         theirs = PROCESSOR(images=each, return_tensors="pt")
         assert [side // 4 for side in pixels.shape[1:]] == theirs["image_grid_thw"][0, 1:].tolist()
-        ours = tower._patches(normalized(pixels, config))
+        ours = tower.patches(normalized(pixels, config))
         torch.testing.assert_close(ours, theirs["pixel_values"], rtol=0, atol=1e-5)
 
 

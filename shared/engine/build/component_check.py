@@ -48,6 +48,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     "models": (),
     "draft_models": (),
     "drafter": (),
+    "vision": (),
 }
 """component that is a module -> the interfaces of which it holds a class each, under the same names"""
 
@@ -56,6 +57,7 @@ _FINDERS: dict[str, str] = {
     "models": "model_class",  # by architecture
     "draft_models": "draft_model_class",  # by format
     "drafter": "drafter_class",  # by algorithm; or it is a class
+    "vision": "tower_class",  # by the tower's config
 }
 """component that is a module -> its function that finds a class"""
 

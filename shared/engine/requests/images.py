@@ -125,7 +125,8 @@ def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], vision: 
     rows_of_images = [(d, row) for d, grid in zip(digests, grids) for row in range(math.prod(grid))]
     for position, (digest, row) in zip(positions.tolist(), rows_of_images):
         key_ids[position] = digest_key(b"image", digest + row.to_bytes(4, "little"))
-    rows = torch.cat(vision.known.rows_of(digests, images, vision)).cpu()  # requests may wait long
+    rows = torch.cat(vision.known.rows_of(digests, images, vision))
+    rows = rows.to("cpu", non_blocking=True)  # requests may wait long. What reads them is behind the copy.
     if config.dynamic is None:
         return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
     places = rope_positions(positions.tolist(), grids, len(prompt_ids))

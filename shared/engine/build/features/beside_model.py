@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.shared import registry
+import torch
+
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.config.speculation_flags import check_windows
 from diptych.shared.config.vision_config import read_vision_config
@@ -13,8 +14,10 @@ from diptych.shared.engine.build.plan import Plan
 from diptych.shared.engine.requests.embedding import read_reward_head
 from diptych.shared.engine.requests.images import takes_images
 from diptych.shared.engine.requests.lora_adapters import LoraAdapters
+from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.interfaces import CausalLM, Drafter, DrafterParts, SchedulerFeature, StatePool
 from diptych.shared.loading.kv_sizing import check_memory, num_rows
+from diptych.shared.loading.vision_weights import load_vision
 from diptych.shared.parallel.agreement import AgreedDrafter
 from diptych.shared.scheduling.lora_slots import LoraSlots
 from diptych.shared.scheduling.state_checkpoints import StateCheckpoints, with_states
@@ -57,9 +60,13 @@ class Vision(Feature):
         plan = self.plan
         if self.config is None:
             return {}
-        load_vision = registry.load_part("vision").load_vision
-        size = plan.model_config.hidden_size
-        return {"vision": load_vision(plan.folder, self.config, size, plan.device, plan.dtype)}
+        towers, size = plan.component("vision"), plan.model_config.hidden_size
+        tower = load_vision(towers, plan.folder, self.config, size, plan.device, plan.dtype)
+        if plan.device.type == "cuda" and self.config.dynamic:
+            for side in (4, 12):  # kernels have other tiles for few patches
+                tower([torch.zeros(3, *[side * self.config.image_size] * 2, dtype=torch.uint8)])
+        tower.known = TowerRows()
+        return {"vision": tower}
 
 
 def num_kept_states(config: EngineConfig) -> int:

@@ -78,6 +78,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "moe": ("moe.routing", "moe.experts"),
     "models": ("models.logits", "models.input_rows", "models.weights"),
     "draft_models": ("draft_models.forward", "draft_models.weights"),
+    "vision": ("vision.rows",),
     "model_runner": (
         "model_runner.forward",
         "model_runner.decode",
