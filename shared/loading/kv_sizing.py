@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from diptych.shared.config.engine import MAX_BLOCK_LEN
 from diptych.shared.config.model import LinearAttentionConfig
 from diptych.shared.config.speculation_flags import possible_shapes
 from diptych.shared.interfaces import Drafter, StatePool
+from diptych.shared.loading.quantize import MERGED
 from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.sampling.logprobs import LOGPROB_ROWS
 
@@ -40,11 +40,6 @@ CHUNK = 64
 NUM_GRAPHS = 36
 EXTEND_GRAPHS = 512 * 2**20
 """Prefill graphs, for the numbers of tokens that are captured by default: the larger a model, the fewer."""
-
-_MERGED = re.compile(
-    r"((?<=self_attn\.)[qkv]_proj|(?<=\.)(gate|up)_proj|(?<=linear_attn\.)(?!out_proj|[fg]_b_proj)\w+)$"
-)
-"""The ends of the names of linear layers that become one."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +260,7 @@ def dequantized_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
             continue
         scheme = model.quantization.scheme_in_memory(module)
         if scheme is not None and scheme.inputs == "none":
-            whole = _MERGED.sub("merged", module)
+            whole = MERGED.sub("merged", module)
             merged[whole] = merged.get(whole, 0) + math.prod(shape) * dtype.itemsize
     return max(merged.values(), default=0)
 

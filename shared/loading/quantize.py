@@ -23,6 +23,10 @@ from diptych.shared.modeling.dequantized_values import FP8_MAX
 from diptych.shared.types.quant_scheme import FP4_VALUES, INT4_ZERO, MXFP4_BIAS, QuantScheme
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
+MERGED = re.compile(
+    r"((?<=self_attn\.)[qkv]_proj|(?<=\.)(gate|up)_proj|(?<=linear_attn\.)(?!out_proj|[fg]_b_proj)\w+)$"
+)
+"""The ends of the names of linear layers that become one."""
 
 
 def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torch.Tensor]:

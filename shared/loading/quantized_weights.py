@@ -320,18 +320,22 @@ def quantize_while_reading(
             part = tensor if shards is None else shards.cut(name, tensor)
             yield from ((local_name, part) for local_name in local)
             continue
-        local = [layer.name] if shards is None else shards.local_names(layer.name)
-        if not local:
-            continue
-        outs, inputs = layer.part(shards)
-        for suffix, its_tensor in quantize_weight(tensor.to(device), layer.scheme).items():
-            columns = slice(None)
-            if suffix == "weight":
-                per_byte = 2 if layer.scheme.is_packed else 1
-                columns = slice(inputs.start // per_byte, inputs.stop // per_byte)
-            elif layer.scheme.group_size is not None and suffix != "weight_global":
-                size = layer.scheme.group_size
-                columns = slice(inputs.start // size, -(-inputs.stop // size))
-            own = [its_tensor[part, columns] for part in outs]
-            for local_name in local:
-                yield f"{local_name}.{suffix}", own[0] if len(own) == 1 else torch.cat(own)
+        if shards is None or shards.local_names(layer.name):
+            yield from parts_of_rank(layer, quantize_weight(tensor.to(device), layer.scheme), shards)
+
+
+def parts_of_rank(layer: Layer, tensors: dict[str, torch.Tensor], shards: Shards | None) -> Weights:
+    """The tensors of a whole layer by the ends of their names, or a rank's parts of them."""
+    local = [layer.name] if shards is None else shards.local_names(layer.name)
+    outs, inputs = layer.part(shards)
+    for suffix, tensor in tensors.items():
+        columns = slice(None)
+        if suffix == "weight":
+            per_byte = 2 if layer.scheme.is_packed else 1
+            columns = slice(inputs.start // per_byte, inputs.stop // per_byte)
+        elif layer.scheme.group_size is not None and suffix != "weight_global":
+            size = layer.scheme.group_size
+            columns = slice(inputs.start // size, -(-inputs.stop // size))
+        own = [tensor[part, columns] for part in outs]
+        for local_name in local:
+            yield f"{local_name}.{suffix}", own[0] if len(own) == 1 else torch.cat(own)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import same_logits, write_file
+from gguf_files import as_type, llama, same_logits, write_file
 from safetensors.torch import load_file
 
 from diptych import LLM
@@ -98,86 +98,6 @@ def test_an_fp8_cache_has_no_scales(tmp_path: Path) -> None:
 
 
 # ---- files written here, tensor by tensor ----
-
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96}
-LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    **{f"self_attn.{each}_proj": f"attn_{each}" for each in "qkv"}, "self_attn.o_proj": "attn_output",
-    **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
-}  # fmt: skip
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def llama(tmp_path: Path, matrices: Any, **changes: Any) -> tuple[Any, Path, dict[str, torch.Tensor]]:
-    """A random Llama of transformers, and a GGUF file of it. `matrices(writer, name, values)` adds a matrix
-    and returns what is stored; the result has that as weights of the model."""
-    from gguf import GGUFWriter
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    rope = changes.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
-    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope, tie_word_embeddings=False))
-    file, weights = tmp_path / "llama.gguf", {}
-    writer = GGUFWriter(file, "llama")
-    for name, value in {
-        "block_count": 2, "context_length": 128, "embedding_length": 256, "feed_forward_length": 512,
-        "attention.head_count": 4, "attention.head_count_kv": 2,
-    }.items():  # fmt: skip
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.config.rms_norm_eps)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
-    for name, value in changes.items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(name.replace("__", "."), value)
-    for name, tensor in model.state_dict().items():
-        stem = name.removesuffix(".weight")
-        _, _, index, part = (*stem.split(".", 3), "", "", "")[:4]
-        stored = TOP.get(stem) or f"blk.{index}.{LAYER[part]}"
-        values = tensor.float().numpy()
-        if heads := {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(part):  # as convert_hf_to_gguf.py
-            values = values.reshape(heads, 2, 32, 256).swapaxes(1, 2).reshape(values.shape)
-        if values.ndim == 1:
-            writer.add_tensor(f"{stored}.weight", values)
-        else:
-            values = matrices(writer, f"{stored}.weight", values)
-        if heads:
-            values = values.reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(values.shape)
-        weights[name] = torch.tensor(values)
-    if rope["rope_type"] == "llama3":
-        inverse = 10000.0 ** (-np.arange(0, 64, 2) / 64)
-        divisors = inverse / model.model.rotary_emb.inv_freq.numpy()
-        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    model.load_state_dict(weights)
-    return model.eval(), file, weights
-
-
-def as_type(kind: str) -> Any:
-    """Matrices in this type. Of the types that the package cannot write the bytes are random, but the scales,
-    which are float16, are small."""
-
-    def add(writer: Any, name: str, values: np.ndarray) -> np.ndarray:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize, quantize
-
-        wanted = GGMLQuantizationType[kind]
-        try:
-            data = quantize(values, wanted)
-        except NotImplementedError:
-            block, size = GGML_QUANT_SIZES[wanted]
-            rng = np.random.default_rng(len(name))
-            data = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size), np.uint8)
-            scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
-            for start in scales:
-                data[..., start : start + 2] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
-            data = data.reshape(*values.shape[:-1], -1)
-        writer.add_tensor(name, data, raw_dtype=wanted)
-        return dequantize(data, wanted).reshape(values.shape)
-
-    return add
 
 
 FAST = ("Q4_1",)

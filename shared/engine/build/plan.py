@@ -15,6 +15,7 @@ from diptych.shared.config import EngineConfig, ModelConfig, read_config
 from diptych.shared.config.hf_rope import for_context
 from diptych.shared.engine.build.settings import default_device, default_panel
 from diptych.shared.interfaces import Collectives
+from diptych.shared.loading.gguf_weights import as_in_file
 from diptych.shared.loading.kv_scales import kv_cache_of
 from diptych.shared.loading.kv_sizing import check_row_memory
 from diptych.shared.loading.load_model import local_model_config, with_draft_block
@@ -80,6 +81,8 @@ def make_plan(
     config = resolve_config(config, model_config)
     assert config.panel is not None
     assert config.context_len is not None
+    if str(config.device).startswith("cuda") and config.panel == "optimized":  # whose kernels multiply blocks
+        model_config = as_in_file(model_config, folder)
     model_config = replace(model_config, rope=for_context(model_config.rope, config.context_len))
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))
@@ -93,10 +96,8 @@ def make_plan(
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), dtype_of(config, model_config)
     check_row_memory(config, device)
-    kv_dtype, kv_scales = dtype, None
-    if config.kv_cache_dtype == "bfloat16":
-        kv_dtype = torch.bfloat16
-    elif config.kv_cache_dtype != "auto":
+    kv_dtype, kv_scales = torch.bfloat16 if config.kv_cache_dtype == "bfloat16" else dtype, None
+    if config.kv_cache_dtype not in ("auto", "bfloat16"):
         kv_dtype, kv_scales = kv_cache_of(folder, model_config, config)
     num_token_ids, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
     if tokenizer is not None:
