@@ -1,13 +1,11 @@
 """The vision tower: images to rows of the prompt, as in LLaVA, by CLIP's vision transformer and two
 layers.
 
-Differs from reference: q, k and v are one GEMM, attention is one kernel, and pixels are normed on the device.
-The CPU waits for nothing.
+Differs from reference: q, k and v are one GEMM, and attention is one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from diptych.optimized.layers import MergedLinear
 from diptych.optimized.modes.qwen_vision import QwenVisionTower
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.interfaces import vision as interface
-from diptych.shared.modeling.vision_modules import ClipLayerModules, ClipTowerModules, normalized
-from diptych.shared.to_device import copy_to_device
+from diptych.shared.modeling.vision_modules import ClipLayerModules, ClipTowerModules
 
 
 class VisionLayer(ClipLayerModules):
@@ -46,20 +43,6 @@ class VisionLayer(ClipLayerModules):
 
 class VisionTower(ClipTowerModules):
     layer_class = VisionLayer
-
-    # --8<-- [start:vision-tower]
-    @torch.inference_mode()
-    def forward(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        x = copy_to_device(torch.stack(list(images)), self.class_embedding.device)
-        x = self.patch_embedding(normalized(x, self.config).to(self.class_embedding.dtype))
-        x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x.flatten(2).transpose(1, 2)], dim=1)
-        x = self.pre_layrnorm(x + self.position_embedding.weight)
-        for layer in self.layers:
-            x = layer(x)
-        if not self.config.has_class_token:
-            x = x[:, 1:]
-        return self.linear_2(F.gelu(self.linear_1(x))).unbind()
-        # --8<-- [end:vision-tower]
 
 
 def tower_class(config: VisionConfig) -> type[interface.VisionTower]:

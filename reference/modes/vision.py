@@ -3,15 +3,12 @@ layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 
 from diptych.reference.modes.qwen_vision import QwenVisionTower
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.interfaces import vision as interface
-from diptych.shared.modeling.vision_modules import ClipLayerModules, ClipTowerModules, normalized
+from diptych.shared.modeling.vision_modules import ClipLayerModules, ClipTowerModules
 
 
 class VisionLayer(ClipLayerModules):
@@ -36,20 +33,6 @@ class VisionLayer(ClipLayerModules):
 
 class VisionTower(ClipTowerModules):
     layer_class = VisionLayer
-
-    # --8<-- [start:vision-tower]
-    @torch.inference_mode()
-    def forward(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        x = normalized(torch.stack(list(images)), self.config)
-        x = self.patch_embedding(x.to(self.class_embedding)).flatten(2).transpose(1, 2)
-        x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
-        x = self.pre_layrnorm(x + self.position_embedding.weight)
-        for layer in self.layers:
-            x = layer(x)
-        if not self.config.has_class_token:
-            x = x[:, 1:]
-        return self.linear_2(F.gelu(self.linear_1(x))).unbind()
-        # --8<-- [end:vision-tower]
 
 
 def tower_class(config: VisionConfig) -> type[interface.VisionTower]:

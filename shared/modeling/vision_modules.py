@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.interfaces.vision import VisionTower
-from diptych.shared.to_device import to_device
+from diptych.shared.to_device import copy_to_device, to_device
 
 
 class ClipLayerModules(nn.Module):
@@ -48,6 +49,21 @@ class ClipTowerModules(VisionTower):
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_layers))
         self.linear_1 = nn.Linear(size, text_hidden_size, config.projector_bias)
         self.linear_2 = nn.Linear(text_hidden_size, text_hidden_size, config.projector_bias)
+
+    # --8<-- [start:vision-tower]
+    @torch.inference_mode()
+    def forward(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        x = copy_to_device(torch.stack(list(images)), self.class_embedding.device)
+        x = normalized(x, self.config).to(self.class_embedding.dtype)
+        x = self.patch_embedding(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
+        x = self.pre_layrnorm(x + self.position_embedding.weight)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.config.has_class_token:
+            x = x[:, 1:]
+        return self.linear_2(F.gelu(self.linear_1(x))).unbind()
+        # --8<-- [end:vision-tower]
 
 
 class QwenLayerModules(nn.Module):

@@ -14,20 +14,18 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from diptych.reference.modes.vision import VisionTower
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.tower_rows import TowerRows
 from diptych.shared.types import SamplingParams
+from tests.engine.test_input_embeds import ON_GPU, Answer, expect_answers
 from tests.planted import Bug, Bugs
 
 Image = pytest.importorskip("PIL.Image")
 IMAGE, NUM_ROWS, NUM_NEW = 330, 9, 5
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, return_logprob=True)
 CHUNKED = {"chunked_prefill_size": 6, "enable_mixed_chunk": True, "page_size": 4}
-ON_GPU = {"device": "cuda", "panel": "optimized", "use": {"attention": "triton"}, "skip_warmup": True}
-Answer = tuple[list[int], list[float]]
 TEXT_CONFIG = {
     "model_type": "llama",
     "hidden_size": 48,
@@ -145,12 +143,6 @@ def answers(llm: LLM, prompts: list[Any]) -> list[Answer]:
     )
     assert isinstance(outputs, list)
     return [(each.output_ids, [p.logprob for p in each.output_logprobs]) for each in outputs]
-
-
-def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
-    for (ids, logprobs), (their_ids, their_logprobs) in zip(found, expected, strict=True):
-        assert ids == their_ids
-        assert logprobs == pytest.approx(their_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -319,27 +311,8 @@ def test_the_tower_runs_once_for_each_image() -> None:
     assert len(calls) == 5
 
 
-def without_the_class_token(tower: VisionTower, images: Any) -> Any:
-    """Patches do not see it."""
-    hook = tower.pre_layrnorm.register_forward_hook(lambda _, __, x: torch.cat([x[:, 1:2], x[:, 1:]], 1))
-    try:
-        return VisionTower.forward(tower, images)
-    finally:
-        hook.remove()
-
-
-def one_layer_more(tower: VisionTower, images: Any) -> Any:
-    tower.layers.append(tower.layers[-1])
-    try:
-        return VisionTower.forward(tower, images)
-    finally:
-        del tower.layers[-1]
-
-
 KEYS = Bugs("keys of images", f"{image_prompts.__name__}.digest_key", "other answers")
 KEYS.add_all(keyed_by_placeholders, keyed_by_row)
-TOWER = Bugs("vision tower", "assembly.vision.forward", "other answers")
-TOWER.add_all(without_the_class_token, one_layer_more)
 
 
 @KEYS.found_by(is_fast=lambda *_: False)
@@ -349,13 +322,4 @@ def test_planted_bugs_in_keys_are_found(
     bug.plant_in(monkeypatch)
     llm = engine(folder)
     found = [answers(llm, [each])[0][0] for each in PROMPTS]
-    return found != [ids for ids, _ in expected]
-
-
-@TOWER.found_by(is_fast=lambda *_: False)
-def test_planted_bugs_in_the_tower_are_found(bug: Bug, folder: Path, expected: list[Answer]) -> bool:
-    llm = engine(folder)
-    tower = llm.assembly.vision
-    tower.forward = lambda images: bug.plant(tower, images)
-    found = [ids for ids, _ in answers(llm, PROMPTS)]
     return found != [ids for ids, _ in expected]

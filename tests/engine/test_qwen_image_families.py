@@ -19,6 +19,7 @@ from tests.engine.test_images import (
     Answer,
     answers,
     engine,
+    expect_answers,
     random_model,
     save,
 )
@@ -27,6 +28,7 @@ from tests.engine.test_qwen_images import PICTURES, PROCESSOR, PROMPTS, TEXT, VI
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [2]}
 NO_DEEPSTACK = {key: value for key, value in VISION.items() if key != "deepstack_visual_indexes"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VL": (TEXT, VISION),
     "Qwen3VLMoe": ({**TEXT, **EXPERTS, "tie_word_embeddings": False}, VISION),
     "Qwen3_5": (HYBRID_CONFIGS["qwen3.5"], {**NO_DEEPSTACK, "out_hidden_size": 60}),
     "Qwen3_5Moe": (HYBRID_CONFIGS["qwen3.5-moe"], {**NO_DEEPSTACK, "out_hidden_size": 60}),
@@ -66,13 +68,6 @@ def transpose_experts(file: Path) -> None:
     packed = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     assert packed
     save_file(tensors | packed, file, {"format": "pt"})
-
-
-def expect_answers(found: list[Answer], expected: list[Answer]) -> None:
-    """transformers computes linear attention of prompts in chunks: see `tests.models.test_hybrid`."""
-    for (ids, logprobs), (their_ids, their_logprobs) in zip(found, expected, strict=True):
-        assert ids == their_ids
-        assert logprobs == pytest.approx(their_logprobs, abs=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from diptych.optimized.graphs.rehearsal import MANY_TOKENS, prefill_batches
 from diptych.reference.modes.qwen_vision import QwenVisionTower
-from diptych.shared import registry
 from diptych.shared.config import EngineConfig, read_config
-from diptych.shared.config.model import RopeConfig
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.image_grid import rope_positions
@@ -30,7 +28,6 @@ from tests.engine.test_images import (
     GREEDY,
     IMAGE,
     NUM_NEW,
-    ON_GPU,
     OTHERS,
     Answer,
     Image,
@@ -104,32 +101,6 @@ def hf_answer(model: PreTrainedModel, prompt: list[int], pictures: list[Any]) ->
     return ids[start:], logprobs
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        CHUNKED,
-        *(
-            pytest.param(flags, marks=pytest.mark.full)
-            for flags in (
-                {"panel": "optimized"},
-                {"panel": "optimized", **CHUNKED},
-                {"chunked_prefill_size": 16, "page_size": 16},
-                {"disable_radix_cache": True},
-            )
-        ),
-        *(pytest.param({**ON_GPU, **flags}, marks=pytest.mark.gpu) for flags in ({}, CHUNKED)),
-    ],
-    ids=str,
-)
-def test_cold_warm_and_chunked_are_transformers(
-    folder: Path, expected: list[Answer], flags: dict[str, Any]
-) -> None:
-    llm = engine(folder, **flags)
-    for _ in range(2):
-        expect_answers(answers(llm, PROMPTS), expected)
-
-
 @pytest.mark.parametrize("panel", ["reference", pytest.param("optimized", marks=pytest.mark.full)])
 def test_a_retracted_request_rotates_by_the_same_positions(
     folder: Path, expected: list[Answer], panel: str
@@ -157,18 +128,6 @@ def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
     ours = rope_positions((ids[0] == IMAGE).nonzero()[:, 0].tolist(), grids, ids.shape[1])
     assert ours.equal(theirs[:, 0])
     assert int(ours.max()) + 1 - ids.shape[1] == int(delta)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_both_panels_rotate_alike(num_tokens: int) -> None:
-    rope, generator = RopeConfig("default", 100.0, 16, mrope_section=(4, 2, 2)), torch.Generator()
-    positions = torch.randint(0, 60, (3, num_tokens), generator=generator.manual_seed(0))
-    q, k = torch.randn(2, num_tokens, 4, 24, generator=generator)
-    ours, theirs = (
-        registry.load("layers", panel).RotaryEmbedding(rope, 24, 64)(positions, q.clone(), k.clone())
-        for panel in ("optimized", "reference")
-    )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)  # roundings of products below 4
 
 
 def test_images_are_cached_by_their_content_and_shape(folder: Path) -> None:
@@ -273,15 +232,8 @@ def deepstack_too_late(*args: Any) -> PromptEmbeds:
     return replace(right, rows=torch.cat([first, torch.zeros_like(first), later], dim=1))
 
 
-def blocks_of_sections(values: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """The first frequencies turn by time, the next by rows, the last by columns."""
-    axis = torch.tensor([i for i, num in enumerate(rope.mrope_section) for _ in range(num)]).repeat(2)
-    return values.gather(0, axis.expand(1, *values.shape[1:]))[0]
-
-
 EMBEDS = Bugs("images of Qwen3-VL", f"{image_prompts.__name__}.PromptEmbeds", "other answers")
 EMBEDS.add_all(without_delta, rows_for_columns, deepstack_too_late)
-EMBEDS.add("blocks_of_sections", blocks_of_sections, where="diptych.reference.layers.by_axis")
 
 
 @EMBEDS.found_by(AssertionError)

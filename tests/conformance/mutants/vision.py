@@ -32,4 +32,4 @@ bug(
 bug("GridOfCentres", "The grid of positions is stretched from the middle of its cells.",
     (MODULES, "align_corners=True", "align_corners=False"))  # fmt: skip
 bug("KeepsTheClassToken", "The class token is a row, and the last patch none.",
-    ("modes.vision", "x = x[:, 1:]", "x = x[:, :-1]"))  # fmt: skip
+    (MODULES, "x = x[:, 1:]", "x = x[:, :-1]"))  # fmt: skip
