@@ -98,7 +98,9 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks = {like: Task([like], partial(run_seed, like)) for like in arguments.like or FUNCTIONS}
     ends_at = time.monotonic() + arguments.seconds
-    rows = run_tasks(tasks, arguments.seeds, arguments.json, arguments.processes, ends_at)
+    rows = run_tasks(
+        tasks, arguments.seeds, arguments.json, arguments.processes, lambda: time.monotonic() <= ends_at
+    )
     record = Record(arguments.json)
     for like, row in rows.items():
         record.rows[like] = {**row, "functions": list(FUNCTIONS[like])}

@@ -5,6 +5,10 @@ python -m tests.kernel_check.library_runs --seeds 1000 --json FILE [--processes 
 `torch`: the functions of `right`; `diptych`: this project's kernels; `flashinfer`: where it is installed;
 `vllm`: its kernels for the GPU, or for CPUs without one. A kernel that raises for a type or size that it
 does not have refuses the case. Refused cases are counted.
+
+The calls, the cases and the limits are those of `check kernel`. Inputs, expected results and comparisons are
+on the CPU, where they are cheaper than with the waits of a GPU, and libraries share them; only the functions
+run on the GPU.
 """
 
 from __future__ import annotations
@@ -13,28 +17,20 @@ import argparse
 import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import BrokenExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diptych.shared.tools.conformance.clauses.compare import Mismatch
-from diptych.shared.tools.conformance.clauses.device import check_device
-from diptych.shared.tools.conformance.kernels.bias import check_bias
 from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
-from diptych.shared.tools.conformance.kernels.one_call import (
-    check_form,
-    check_values,
-    device_works,
-    sentence,
-)
-from diptych.shared.tools.conformance.kernels.problem import Like
-from diptych.shared.tools.conformance.kernels.run import SECONDS, Made, check_kernel, problems_of
+from diptych.shared.tools.conformance.kernels.one_call import History, limited
+from diptych.shared.tools.conformance.kernels.problem import Like, Problem
+from diptych.shared.tools.conformance.kernels.run import SECONDS, check_problem, problems_of
+from tests.kernel_check.called_on_gpu import FunctionOnGPU, checking_on_cpu, gpu_works
 from tests.kernel_check.cheat_runs import cases_of
-from tests.kernel_check.honest_runs import made_once
-from tests.kernel_check.many_seeds import Alarms, Task, run_seeds
+from tests.kernel_check.many_seeds import Alarms, Ends, Record, Task, run_seeds
 from tests.kernel_check.right import RIGHT
 
 HEAD_DIMS = (64, 128, 256)
@@ -42,6 +38,8 @@ WRONG_ROPE_DIMS = (80, 96)
 """See "A kernel of FlashInfer" in docs/server-bugs.md: an alarm in each seed."""
 COMPILE_SECONDS = 900.0
 """Of a call. The first one of a function of FlashInfer compiles it."""
+MOST_RESTARTS = 6
+"""Of the processes, when one has ended."""
 UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be", "failed to dispatch",
                "% vec_elem_num", "expected scalar type", "primitive descriptor")  # fmt: skip
 
@@ -50,7 +48,7 @@ UNSUPPORTED = ("unsupported", "not support", "invalid configuration", "must be",
 def wrapper_of(form: tuple[Any, ...], kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A wrapper of FlashInfer with its workspace for tensors of a form: a type and sizes. As in an engine, it
     is planned again for each call."""
-    workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=check_device())
+    workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device="cuda")
     return kind(workspace, *args, **kwargs)
 
 
@@ -123,73 +121,92 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run_function(operation: Like, form: str, function: Callable[..., Any], seed: int) -> Alarms:
-    torch.manual_seed(seed)
-    convention, cases = convention_of(operation.name, form), cases_of(operation.name, 0)
-    seconds = COMPILE_SECONDS if form == "flashinfer" else SECONDS
-    report = check_kernel(refusing(function), form, operation, convention, cases, seed=seed, seconds=seconds)
-    alarms = [f"seed {seed}, {each.case}: {each.failure}" for each in report.failing]
-    return len(report.verdicts), report.num_refused, alarms
+Functions = dict[str, tuple[str, Callable[..., Any]]]
+"""Operation -> the convention and the function."""
 
 
-def run_own(operation: Like, seed: int) -> Alarms:
-    """The kernel that is timed beside a function, which has the inputs of its problem. That of `verify`
-    accepts drafts that equal samples of the target: more seldom than the check asks."""
-    convention, cases = convention_of(operation.name, "torch"), cases_of(operation.name, 0)
-    refused, alarms = 0, []
-    for case in cases:
-        problem, _ = problems_of(operation, convention, case, seed)
-        if problem.ours is None or operation.name == "verify":
-            refused += 1
-            continue
+class Run:
+    """One library in one seed of one operation."""
+
+    def __init__(self, operation: Like, form: str, function: Callable[..., Any], seed: int) -> None:
+        self.operation, self.convention, self.seed = operation, convention_of(operation.name, form), seed
+        seconds = COMPILE_SECONDS if form == "flashinfer" else SECONDS
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.function = FunctionOnGPU(limited(refusing(function), seconds), device)
+        self.history = History()
+        self.checked, self.refused, self.alarms = 0, 0, list[str]()
+
+    def check(self, case: Any, problem: Problem, other: Problem | None) -> None:
+        """The names of mistakes are not looked for."""
+        self.checked += 1
         try:
-            made = Made(case.name, problem, "values", dict(convention.build(problem).results(problem.ours())))
-            check_form(problem, made.results or {}, case.name)
-            check_values(problem, made.on_cpu, case.name)
-            check_bias(problem, made.on_cpu)
-        except Mismatch as mismatch:
-            alarms.append(f"seed {seed}, {case.name}: {sentence(mismatch)}")
+            verdict = check_problem(
+                self.function, self.operation, self.convention, problem, other, self.history
+            )
         except Exception as error:  # of a kernel: it ends no other check
-            alarms.append(f"seed {seed}, {case.name}: {type(error).__name__}: {error}")
-    return len(cases), refused, alarms
+            self.alarms.append(f"seed {self.seed}, {case.name}: {type(error).__name__}: {error}")
+            return
+        self.refused += verdict.refusal is not None
+        if verdict.failure is not None:
+            self.alarms.append(f"seed {self.seed}, {case.name}: {verdict.failure}")
+
+
+def run_function(operation: Like, form: str, function: Callable[..., Any], seed: int) -> Alarms:
+    (found,) = run_functions(operation, {"": (form, function)}, seed).values()
+    return found
+
+
+def run_functions(operation: Like, functions: Functions, seed: int, cases: Any = None) -> dict[str, Alarms]:
+    """The functions share the inputs and the expected results of a case."""
+    torch.manual_seed(seed)
+    runs = {name: Run(operation, *each, seed) for name, each in functions.items()}
+    with checking_on_cpu():
+        for case in cases_of(operation.name, 0) if cases is None else cases:
+            made: dict[bool, tuple[Problem, Problem | None]] = {}
+            for name, run in runs.items():
+                takes_scale = run.convention.takes_scale or getattr(case, "scale", 1.0) == 1.0
+                if takes_scale not in made:
+                    made[takes_scale] = problems_of(operation, run.convention, case, seed)
+                run.check(case, *made[takes_scale])
+                if run.alarms and not gpu_works():
+                    raise Ends(name, [*run.alarms, "every call on the GPU fails since"])
+    return {name: (run.checked, run.refused, run.alarms) for name, run in runs.items()}
 
 
 @cache
-def functions_of(library: str) -> dict[str, Callable[[Like, int], Alarms]]:
-    """operation -> the check of one seed."""
-    plain = [like for like, form in RIGHT if form == "torch"]
-    if library == "diptych":
-        return dict.fromkeys(plain, run_own)
+def functions_of(library: str) -> Functions:
     if library == "flashinfer":
         found = {(like, library): each for like, each in flashinfer_functions().items()}
     elif library == "vllm":
         from tests.kernel_check.vllm_functions import vllm_functions
 
         found = vllm_functions()
+    elif library == "diptych":
+        from tests.kernel_check.own_functions import OWN as found
     else:
-        found = {(like, "torch"): RIGHT[like, "torch"] for like in plain}
-
-    def check(form: str, function: Callable[..., Any]) -> Callable[[Like, int], Alarms]:
-        return lambda operation, seed: run_function(operation, form, function, seed)
-
-    return {like: check(form, function) for (like, form), function in found.items()}
+        found = {(like, form): each for (like, form), each in RIGHT.items() if form == "torch"}
+    return {like: (form, function) for (like, form), function in found.items()}
 
 
-def run_seed(like: str, seed: int, names: list[str]) -> dict[str, Alarms]:
-    """ "library operation" -> what is found. The libraries share inputs and expected results."""
+def run_seed(like: str, seed: int, names: list[str], case: int | None = None) -> dict[str, Alarms]:
+    """ "library operation" -> what is found, in all cases or in one."""
     if torch.cuda.is_available():
         torch.set_num_threads(1)  # other processes have the other cores
-    operation = replace(LIKES[like], make=made_once(LIKES[like].make))
-    found = {each: functions_of(each.split()[0])[like](operation, seed) for each in names}
-    if not device_works():
-        raise RuntimeError(f"{', '.join(found)}, seed {seed}: the GPU fails after the check: {found}")
-    return found
+    functions = {each: functions_of(each.split()[0])[like] for each in names}
+    cases = None if case is None else cases_of(like, 0)[case : case + 1]
+    return run_functions(LIKES[like], functions, seed, cases)
 
 
-def tasks_of(libraries: list[str], likes: list[str] | None) -> dict[str, Task]:
-    chosen = likes or [like for like, form in RIGHT if form == "torch"]
-    names = {like: [f"{each} {like}" for each in libraries if like in functions_of(each)] for like in chosen}
-    return {like: Task(each, partial(run_seed, like)) for like, each in names.items() if each}
+def tasks_of(libraries: list[str], likes: list[str] | None, without: set[str]) -> dict[str, Task]:
+    """The libraries run together in each seed, except torch, which comes last."""
+    tasks = {}
+    for rank, group in enumerate(([each for each in libraries if each != "torch"], ["torch"])):
+        for like in likes or [like for like, form in RIGHT if form == "torch"]:
+            names = [f"{each} {like}" for each in group if each in libraries and like in functions_of(each)]
+            if names := [each for each in names if each not in without]:
+                num_cases = len(cases_of(like, 0)) if rank == 0 else 0
+                tasks[f"{like} {rank}"] = Task(names, partial(run_seed, like), num_cases, rank)
+    return tasks
 
 
 def main() -> None:
@@ -200,16 +217,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="Written while seeds are run.")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="No seed begins later.")
+    parser.add_argument("--stop", type=Path, help="No seed begins when this file is there.")
     arguments = parser.parse_args()
     libraries = arguments.libraries.split(",")
     for library in {"flashinfer", "vllm"} & set(libraries):
         if importlib.util.find_spec(library) is None:
             libraries.remove(library)
             print(f"{library} is not installed: its kernels are left out", flush=True)
-    tasks = tasks_of(libraries, arguments.like)
-    ends_at = time.monotonic() + arguments.seconds
-    rows = run_seeds(tasks, arguments.seeds, arguments.json, arguments.processes, ends_at)
-    for name, row in rows.items():
+    ends_at, stop = time.monotonic() + arguments.seconds, arguments.stop
+
+    def goes_on() -> bool:
+        return time.monotonic() <= ends_at and not (stop and stop.exists())
+
+    ended = set[str]()
+    for _ in range(MOST_RESTARTS):
+        tasks = tasks_of(libraries, arguments.like, ended)
+        try:
+            run_seeds(tasks, arguments.seeds, arguments.json, arguments.processes, goes_on, arguments.seeds)
+            break
+        except Ends as end:
+            ended.add(end.name)
+            print(f"{end.name} ended its process", flush=True)
+        except BrokenExecutor as error:
+            print(f"a process ended: {error}", flush=True)
+    for name, row in Record(arguments.json).rows.items():
         counts = f"{row['seeds']} seeds, {row['checks']} cases, {row['refused']} refused"
         print(f"{name}: {counts}, {len(row['alarms'])} alarms", *row["alarms"][:2], sep="\n  ")
 

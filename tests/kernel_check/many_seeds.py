@@ -6,23 +6,42 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Alarms = tuple[int, int, list[str]]
 """Cases checked, cases refused, and alarms of one seed."""
 Rows = dict[str, dict[str, Any]]
-WRITE_SECONDS = 20.0
+WRITE_SECONDS = 5.0
 FEW = 100
 """Seeds that every task has before the cheapest ones go on."""
 
 
 class Task(NamedTuple):
-    """`run(seed, names)` gives what is found for each of the names. A process is given it by pickling."""
+    """`run(seed, names)` gives what is found for each of the names. A process is given it by pickling.
+    `cases`: run(0, names, case) comes first for each of so many, which compiles kernels in all processes.
+    `rank`: tasks of a lower one come first."""
 
     names: list[str]
-    run: Callable[[int, list[str]], dict[str, Alarms]]
+    run: Callable[..., dict[str, Alarms]]
+    cases: int = 0
+    rank: int = 0
+
+
+class Ends(Exception):
+    """What a task raises if its process cannot go on. `found`: alarms of the name that ended it."""
+
+    def __init__(self, name: str, found: list[str]) -> None:
+        super().__init__(name, found)
+        self.name, self.found = name, found
 
 
 class Record:
@@ -38,7 +57,7 @@ class Record:
         return int(self.rows.get(name, {"seeds": 0})["seeds"])
 
     def add(self, name: str, seed: int, found: Alarms) -> None:
-        row = self.rows.setdefault(name, {"seeds": 0, "checks": 0, "refused": 0, "alarms": []})
+        row = self._row(name)
         waiting = self._waiting.setdefault(name, {})
         waiting[seed] = found
         while row["seeds"] in waiting:
@@ -47,6 +66,13 @@ class Record:
             row["refused"], row["alarms"] = row["refused"] + refused, row["alarms"] + alarms
         if time.monotonic() > self._written_at + WRITE_SECONDS:
             self.write()
+
+    def _row(self, name: str) -> dict[str, Any]:
+        return self.rows.setdefault(name, {"seeds": 0, "checks": 0, "refused": 0, "alarms": []})
+
+    def fail(self, name: str, alarms: list[str]) -> None:
+        """Alarms of a seed that has not ended."""
+        self._row(name)["alarms"] += alarms
 
     def write(self) -> None:
         """A stop while it writes leaves the file before."""
@@ -62,7 +88,10 @@ class ThisProcess(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
 
@@ -72,22 +101,38 @@ def pool_of(processes: int) -> Executor:
     return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
 
 
-def run_seeds(tasks: dict[str, Task], seeds: int, path: Path, processes: int, ends_at: float) -> Rows:
-    """The task with the fewest seeds is next; when all have `FEW`, the one that ends first by the time of its
-    seeds. Other seeds of a task wait for its first one, which may compile kernels. No seed begins after
-    `ends_at`, of time.monotonic."""
+def warm_up(pool: Executor, tasks: list[Task], goes_on: Callable[[], bool]) -> None:
+    calls = sorted((case, i) for i, task in enumerate(tasks) for case in range(task.cases))
+    left = {pool.submit(tasks[i].run, 0, tasks[i].names, case) for case, i in calls}
+    while left and goes_on():
+        left = wait(left, timeout=1.0).not_done
+    for each in left:
+        each.cancel()
+
+
+def run_seeds(
+    tasks: dict[str, Task],
+    seeds: int,
+    path: Path,
+    processes: int,
+    goes_on: Callable[[], bool] = lambda: True,
+    few: int = FEW,
+) -> Rows:
+    """The task with the fewest seeds is next; when all have `few`, the one that ends first by the time of its
+    seeds. Other seeds of a task wait for its first one. A task that raises ends; `Ends`, and the end of a
+    process, end all. No seed begins when `goes_on()` is false."""
     record = Record(path)
     following = {key: min(map(record.next_seed, task.names)) for key, task in tasks.items()}
     first = dict(following)
     running: dict[Future[dict[str, Alarms]], tuple[str, int, float]] = {}
     fastest: dict[str, float] = {}
 
-    def urgency(key: str) -> tuple[bool, float]:
-        done = following[key]
-        return (False, done) if done < FEW else (True, (seeds - done) * fastest.get(key, 0.0))
+    def urgency(key: str) -> tuple[int, bool, float]:
+        done, rank = following[key], tasks[key].rank
+        return (rank, False, done) if done < few else (rank, True, (seeds - done) * fastest.get(key, 0.0))
 
     def next_task() -> str | None:
-        if time.monotonic() > ends_at:
+        if not goes_on():
             return None
         free = [
             key for key, seed in following.items() if seed < seeds and (key in fastest or seed == first[key])
@@ -96,6 +141,8 @@ def run_seeds(tasks: dict[str, Task], seeds: int, path: Path, processes: int, en
 
     with pool_of(processes) as pool:
         try:
+            if processes > 1:
+                warm_up(pool, [each for key, each in tasks.items() if following[key] < seeds], goes_on)
             while True:
                 while len(running) < processes and (key := next_task()) is not None:
                     seed, task = following[key], tasks[key]
@@ -106,8 +153,21 @@ def run_seeds(tasks: dict[str, Task], seeds: int, path: Path, processes: int, en
                     return record.rows
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, seed, begun = running.pop(future)
-                    for name, found in future.result().items():
+                    try:
+                        result = future.result()
+                    except Ends as end:
+                        record.fail(end.name, end.found)
+                        raise
+                    except BrokenExecutor:
+                        raise
+                    except Exception as error:
+                        for name in tasks[key].names:
+                            record.fail(name, [f"seed {seed} ended: {type(error).__name__}: {error}"])
+                        following[key] = seeds
+                        continue
+                    for name, found in result.items():
                         record.add(name, seed, found)
                     fastest[key] = min(fastest.get(key, float("inf")), time.monotonic() - begun)
         finally:
             record.write()
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.case import Case
 from diptych.shared.tools.conformance.clauses.device import check_device
-from diptych.shared.tools.conformance.kernels import own_kernels
+from diptych.shared.tools.conformance.kernels import own_kernels, triton_interpreter
 from diptych.shared.tools.conformance.kernels.attention_likes import make_mla
 from diptych.shared.tools.conformance.kernels.conventions import LIKES
 from diptych.shared.tools.conformance.kernels.draw_frequencies import frequency
@@ -24,7 +26,10 @@ from diptych.shared.tools.conformance.kernels.sampler_like import make_sampler
 from diptych.shared.tools.conformance.kernels.verify_like import make_verify
 from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
 from tests.kernel_check import honest_runs, library_runs
-from tests.kernel_check.many_seeds import FEW, Alarms, Record, Task, run_seeds
+from tests.kernel_check.cheat_runs import cases_of
+from tests.kernel_check.library_runs import run_functions
+from tests.kernel_check.many_seeds import FEW, Alarms, Ends, Record, Task, run_seeds
+from tests.kernel_check.own_functions import OWN
 from tests.kernel_check.right import RIGHT
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
@@ -82,7 +87,58 @@ def test_a_cpu_has_none(like: str) -> None:
     assert (problem.ours is None) == (check_device().type == "cpu")
 
 
-def test_runs_of_libraries_count_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to bfloat16 as a GPU does."""
+    registry.load("layers", "optimized")
+    monkeypatch.setattr(triton_interpreter, "_PATCHED", set())
+    if module := sys.modules.get(triton_interpreter.MODULE):
+        builder = module.InterpreterBuilder
+        monkeypatch.setattr(builder, "cast_impl", builder.cast_impl)
+    triton_interpreter.round_in_interpreter()
+
+
+@pytest.mark.parametrize("like", sorted(like for like, _ in OWN if like != "gemm"))
+def test_own_functions_hold(like: str, rounds: None) -> None:
+    """Some cases. For `gemm` see "A GEMM of oneDNN" in docs/server-bugs.md."""
+    cases = cases_of(like, 0)
+    step = max(len(cases) // 6, 1)
+    functions = {"own": library_runs.functions_of("diptych")[like]}
+    assert run_functions(LIKES[like], functions, 1, cases[::step])["own"][1:] == (0, [])
+
+
+def test_wrong_functions_give_alarms() -> None:
+    """Of a call whose tensors share one memory: results, inputs that are modified, rows that are not written
+    before the call returns, and results that are kept."""
+    right, kept = RIGHT["add_rms_norm", "flashinfer"], list[torch.Tensor]()
+    silu = RIGHT["silu_and_mul", "torch"]
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        kept.append(silu(x))  # type: ignore[call-arg]
+        return kept[-2] if len(kept) % 2 == 0 else kept[-1]
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        return silu(x.mul_(0.5))  # type: ignore[call-arg]
+
+    def writes_more(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        right(x, residual, weight, eps=eps)  # type: ignore[call-arg]
+        weight[0] = 3.0
+
+    for like, form, function, words in (
+        ("silu_and_mul", "torch", keeps, "earlier call"),
+        ("silu_and_mul", "torch", writes, "an input is modified: argument 0"),
+        ("add_rms_norm", "flashinfer", writes_more, "an input is modified: argument 2"),
+        ("rope", "torch", lambda q, k, *_: (q.clone(), k.clone()), "beyond"),
+    ):
+        alarms = library_runs.run_function(LIKES[like], form, function, 0)[2]
+        assert alarms, like
+        assert words in " ".join(alarms)
+    assert library_runs.run_function(LIKES["add_rms_norm"], "flashinfer", right, 0)[1:] == (0, [])
+
+
+def test_runs_of_libraries_count_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: None
+) -> None:
     """The plumbing of `library_runs`, which is for a GPU, with the functions of a CPU."""
     file = tmp_path / "runs.json"
     for seeds in ("1", "2"):
@@ -92,8 +148,27 @@ def test_runs_of_libraries_count_and_go_on(tmp_path: Path, monkeypatch: pytest.M
     num_cases = 2 * len(LIKES["silu_and_mul"].cases)
     for name in ("torch silu_and_mul", "diptych silu_and_mul"):
         assert rows[name] == {"seeds": 2, "checks": num_cases, "refused": 0, "alarms": []}
-    right = RIGHT["rope", "torch"]
-    assert library_runs.run_function(LIKES["rope"], "torch", lambda *a: (right(*a)[0], a[1]), 0)[2]
+
+
+def test_errors_end_one_task_only(tmp_path: Path) -> None:
+    """An error of a task is an alarm of its names; of one that has ended its process, too."""
+
+    def fails(seed: int, names: list[str]) -> dict[str, Alarms]:
+        raise RuntimeError("no memory")
+
+    def ends(seed: int, names: list[str]) -> dict[str, Alarms]:
+        raise Ends(names[0], [f"seed {seed}: illegal memory access"])
+
+    def holds(seed: int, names: list[str]) -> dict[str, Alarms]:
+        return dict.fromkeys(names, (1, 0, []))
+
+    file = tmp_path / "runs.json"
+    rows = run_seeds({"a": Task(["a"], fails), "b": Task(["b"], holds)}, 3, file, 1, few=3)
+    assert rows["a"]["alarms"] == ["seed 0 ended: RuntimeError: no memory"]
+    assert rows["b"]["seeds"] == 3
+    with pytest.raises(Ends):
+        run_seeds({"c": Task(["c"], ends)}, 3, file, 1)
+    assert Record(file).rows["c"]["alarms"] == ["seed 0: illegal memory access"]
 
 
 def test_a_stop_leaves_rows_without_gaps(tmp_path: Path) -> None:
@@ -124,7 +199,7 @@ def test_only_missing_seeds_run_and_the_cheapest_task_ends_first(tmp_path: Path)
         record.rows[name] = {"seeds": seeds, "checks": seeds, "refused": 0, "alarms": []}
     record.write()
     tasks = {name: task(name, seconds) for name, seconds in (("slow", 0.5), ("quick", 0.0))}
-    rows = run_seeds(tasks, FEW + 3, record.path, 1, float("inf"))
+    rows = run_seeds(tasks, FEW + 3, record.path, 1)
     assert {row["seeds"] for row in rows.values()} == {FEW + 3}
     assert calls[0] == ("slow", FEW, ["slow"])
     assert [name for name, *_ in calls] == ["slow", "quick", "quick", "quick", "slow", "slow"]

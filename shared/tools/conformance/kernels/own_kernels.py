@@ -55,9 +55,14 @@ def w8a8(
 
 
 def sampler(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor | None = None,
 ) -> Call:
-    """logits float32 [num_rows, vocab_size] -> token ids int64 [num_rows]. Each row has a seed of its own."""
+    """logits float32 [num_rows, vocab_size] -> token ids int64 [num_rows]. Each row has a seed of its own: of
+    `seeds` int64 [num_rows], or its number."""
     own = registry.load("sampler", "optimized")()
     rows = torch.arange(len(logits), device=logits.device)
     info = SamplingBatchInfo(
@@ -65,7 +70,7 @@ def sampler(
         top_ks=top_k.long(),
         top_ps=top_p,
         min_ps=torch.zeros_like(top_p),
-        seeds=rows,
+        seeds=rows if seeds is None else seeds,
         is_greedy=torch.zeros_like(rows, dtype=torch.bool),
         is_all_greedy=False,
         needs_filter=bool((top_k < logits.shape[1]).any() or (top_p < 1).any()),
