@@ -26,8 +26,6 @@ from diptych.shared.tools.conformance.kernels.watched_call import copied, flat
 
 ALIGNMENT = 512
 """Of each storage, as torch's allocator has it."""
-POISON = 0xFF
-"""Each byte between two storages: NaN in every float type."""
 
 
 @contextmanager
@@ -51,9 +49,8 @@ def gpu_works() -> bool:
 
 
 class FunctionOnGPU(LocalFunction):
-    """What `LocalFunction` checks of a call, for a call on `device` whose arguments are on the CPU. They go
-    there in one transfer, so a call waits for the device twice, where one with all its tensors there waits for
-    each tensor and each step of the check."""
+    """Checks what `LocalFunction` does. Arguments on the CPU go to `device` in one transfer, and a call waits
+    for it twice; with all tensors there it would wait for each of them in each step of the check."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         super().__init__(function)
@@ -94,17 +91,16 @@ class FunctionOnGPU(LocalFunction):
         return Outcome(late, wrong, modified)
 
     def _staged(self, starts: dict[int, int], storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """All bytes of the memory."""
+        """All bytes of the memory. Those between two storages are NaN in every float type."""
         staged, end = self._on_cpu(self._memory.shape, torch.uint8), 0
         for key, each in storages.items():
-            staged[end : starts[key]] = POISON
+            staged[end : starts[key]] = 0xFF
             end = starts[key] + len(each)
             staged[starts[key] : end] = each
-        staged[end:] = POISON
+        staged[end:] = 0xFF
         return staged
 
     def _in_new_memory(self, made: Call, storages: dict[int, torch.Tensor]) -> Call:
-        """The call with tensors of the same form and sharing, whose contents are not copied."""
         sizes = [(len(each) // ALIGNMENT + 2) * ALIGNMENT for each in storages.values()]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)

@@ -79,7 +79,8 @@ def main() -> None:
     for pattern in PATTERNS:
         table[str(pattern)]["found"] = {like: found(pattern, like) for like in HONEST}
         print(pattern, table[str(pattern)]["found"], flush=True)
-    FILE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = (f"{json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in table.items())
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

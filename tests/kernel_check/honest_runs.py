@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ import torch
 from torch.nn import functional as F
 
 from diptych.shared import registry
-from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of
-from diptych.shared.tools.conformance.kernels.problem import Problem
-from diptych.shared.tools.conformance.kernels.run import check_kernel
-from tests.kernel_check.cheat_runs import cases_of
+from diptych.shared.tools.conformance.kernels.conventions import LIKES
 from tests.kernel_check.cheats import HONEST, planted
+from tests.kernel_check.library_runs import run_functions
 from tests.kernel_check.many_seeds import Alarms, Record, Task
 from tests.kernel_check.many_seeds import run_seeds as run_tasks
 from tests.kernel_check.right import RIGHT
@@ -59,33 +56,14 @@ FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
 def run_seed(like: str, seed: int, names: Sequence[str] = ()) -> dict[str, Alarms]:
     """The functions share inputs and expected results. An alarm: function, seed, case and failure."""
     torch.set_num_threads(1)  # other processes have the other cores
-    checks, refused, alarms = 0, 0, list[str]()
-    operation = replace(LIKES[like], make=made_once(LIKES[like].make))
-    for name, function in FUNCTIONS[like].items():
-        torch.manual_seed(seed)
-        report = check_kernel(
-            function, name, operation, convention_of(like, "torch"), cases_of(like, 0), seed=seed
-        )
-        checks, refused = checks + len(report.verdicts), refused + report.num_refused
-        alarms += [f"{name}, seed {seed}, {each.case}: {each.failure}" for each in report.failing]
-    return {like: (checks, refused, alarms)}
+    functions = {name: ("torch", function) for name, function in FUNCTIONS[like].items()}
+    found = run_functions(LIKES[like], functions, seed)
+    checks, refused = (sum(each[i] for each in found.values()) for i in range(2))
+    return {like: (checks, refused, [f"{name}, {each}" for name in found for each in found[name][2]])}
 
 
 def run_seeds(like: str, seeds: Iterable[int]) -> list[str]:
     return [alarm for seed in seeds for alarm in run_seed(like, seed)[like][2]]
-
-
-def made_once(make: Callable[..., Problem]) -> Callable[..., Problem]:
-    """`make` with its problems kept: functions of one seed share inputs and expected results."""
-    made: dict[tuple[str, bool, int], Problem] = {}
-
-    def kept(case: Any, takes_scale: bool, seed: int = 0) -> Problem:
-        key = case.name, takes_scale, seed
-        if key not in made:
-            made[key] = make(case, takes_scale, seed)
-        return made[key]
-
-    return kept
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def main(folders: dict[str, str]) -> None:
             continue
         table["found"][str(pattern)] = row
         print(pattern, row, flush=True)
-    FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
