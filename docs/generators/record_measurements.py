@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,11 @@ def text_of(report: dict[str, Any]) -> str:
     digits, finer than any measurement."""
     short: Any = {"parse_float": lambda text: float(text if text.endswith(".0") else f"{float(text):.5g}")}
     report = _without_common(json.loads(json.dumps(report), **short))
+    tight = partial(json.dumps, separators=(",", ":"))
     values = {key: tight(value) for key, value in report.items()}
     if isinstance(results := report.get("results"), list):
         values["results"] = "[\n" + ",\n".join(map(tight, results)) + "\n]"
     return "{\n" + ",\n".join(f"{tight(key)}:{value}" for key, value in values.items()) + "\n}\n"
-
-
-def tight(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def _without_common(report: dict[str, Any]) -> dict[str, Any]:
