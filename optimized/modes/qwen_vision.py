@@ -1,13 +1,13 @@
 """The vision tower of Qwen3-VL: images of any size, and rows for several layers of the text model.
 
-Differs from reference: all images of a call run as one sequence of patches, whose pixels are normed on the
-device. A kernel rotates q and k from a table of angles. In 16 bits one kernel of attention takes all images.
-The CPU waits for nothing.
+Differs from reference: images of a call run as one sequence of patches, up to a number of pixels; pixels are
+normed on the device. A kernel rotates q and k from a table of angles. In 16 bits one kernel of attention
+takes all images. The CPU waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,6 +30,10 @@ class PackedAngles(NamedTuple):
     starts: torch.Tensor  # int32 [images + 1]
 
 
+MAX_PIXELS = 8 * 2**20
+"""Of one pass, beyond its first image: of patches of 16 x 16, activations take 0.7 GB."""
+
+
 class QwenVisionLayer(QwenLayerModules):
     """A layer of the vision transformer. Every patch attends to every patch of its image, without mask or
     cache."""
@@ -50,6 +54,9 @@ class QwenVisionTower(QwenTowerModules):
     # --8<-- [start:qwen-vision-tower]
     @torch.inference_mode()
     def forward(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [rows for some in passes(images) for rows in self._rows_of(some)]
+
+    def _rows_of(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pixels = [copy_to_device(image, self.pos_embed.weight.device) for image in images]
         embedded = [self.embedded(normalized(each, self.config)) for each in pixels]
         angles = self._packed(pixels, [len(each) for each in embedded])
@@ -67,6 +74,17 @@ class QwenVisionTower(QwenTowerModules):
         (starts,) = vectors_to_device([[0, *accumulate(lens)]], angles.device)
         numbers = torch.arange(len(angles), device=angles.device)
         return PackedAngles(torch.cat((angles.cos(), angles.sin()), 1), numbers, lens, starts.int())
+
+
+def passes(images: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The images of each pass."""
+    some: list[torch.Tensor] = []
+    for image in images:
+        if some and sum(each[0].numel() for each in (*some, image)) > MAX_PIXELS:
+            yield some
+            some = []
+        some.append(image)
+    yield some
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: PackedAngles) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGe
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from diptych.optimized.graphs.rehearsal import MANY_TOKENS, prefill_batches
+from diptych.optimized.modes import qwen_vision
 from diptych.reference.modes.qwen_vision import QwenVisionTower
 from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.vision_config import read_vision_config
@@ -148,6 +149,13 @@ def test_pixels_are_those_of_transformers(folder: Path) -> None:
         assert [side // 4 for side in pixels.shape[1:]] == theirs["image_grid_thw"][0, 1:].tolist()
         ours = tower.patches(normalized(pixels, config))
         torch.testing.assert_close(ours, theirs["pixel_values"], rtol=0, atol=1e-5)
+
+
+def test_passes_are_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_vision, "MAX_PIXELS", 20)
+    images = [torch.empty(3, 4, width) for width in (2, 3, 1, 9, 1)]
+    found = [[each.shape[2] for each in some] for some in qwen_vision.passes(images)]
+    assert found == [[2, 3], [1], [9], [1]]
 
 
 def test_attention_never_holds_all_scores(folder: Path) -> None:

@@ -45,7 +45,7 @@ from diptych.shared.interfaces import TopKOutput
 from diptych.shared.types import SamplingBatchInfo
 from diptych.shared.types.attention import FP8
 from diptych.shared.types.quant_scheme import QuantScheme
-from tests.kernels.mode_launches import linear_attention, local, lora, mla
+from tests.kernels.mode_launches import linear_attention, local, lora, mla, turn
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
@@ -319,6 +319,8 @@ def _launches() -> dict[str, Launch]:
                 add(tree, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
             add(rope, f"d{head_dim}-t8-{name}-fp8kv", 8, head_dim, head_dim, True, dtype, kv_dtype=FP8)
             add(deterministic, f"d{head_dim}-g4-{name}-fp8kv", head_dim, 4, dtype, FP8)
+    add(turn, "t64-fp32", 64, torch.float32)
+    add(turn, "t4096-bf16", 4096, torch.bfloat16)
     for group in (4, 8):
         add(decode, f"d512-g{group}-bf16", 512, group, 64, torch.bfloat16)
         for tokens in (4, 32):

@@ -9,6 +9,7 @@ from diptych.optimized.kernels.attention.mla_decode import mla_decode
 from diptych.optimized.kernels.attention.mla_extend import mla_extend
 from diptych.optimized.kernels.attention.mla_rope_store import mla_rope_store
 from diptych.optimized.kernels.attention.mla_small_batch import absorb_few
+from diptych.optimized.kernels.attention.qk_norm_rope_store import rotate
 from diptych.optimized.kernels.linear.lora_linear import BLOCK_M, expand_add, shrink
 from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
 from diptych.optimized.kernels.moe.local_experts import local_experts
@@ -101,6 +102,12 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0, 
         convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
     norm_and_gate(o, z, torch.empty(v_dim), 1e-6, silu=not kda)
     gate_heads(o.flatten(1), z.unflatten(1, (heads, v_dim)))
+
+
+def turn(num_patches: int, dtype: torch.dtype) -> None:
+    """q and k of a vision tower."""
+    qkv = torch.empty(num_patches, 48, 72, dtype=dtype)
+    rotate(qkv[:, :32], torch.empty(num_patches, dtype=torch.int64), torch.empty(num_patches, 72))
 
 
 def local(num_tokens: int) -> None:
