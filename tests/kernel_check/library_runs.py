@@ -57,17 +57,17 @@ def flashinfer_functions() -> dict[str, Callable[..., Any]]:
 
     def decode(q: Any, kv: Any, indptr: Any, indices: Any, last: Any, *, sm_scale: float,
                window_left: int = -1) -> Any:  # fmt: skip
-        kind = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        kind, head_dim = flashinfer.BatchDecodeWithPagedKVCacheWrapper, _head_dim(q)
         wrapper = wrapper_of((q.dtype, q.shape[1:]), kind, "NHD", use_tensor_cores=True)
-        wrapper.plan(indptr, indices, last, q.shape[1], kv[0].shape[2], _head_dim(q), kv[0].shape[1],
+        wrapper.plan(indptr, indices, last, q.shape[1], kv[0].shape[2], head_dim, kv[0].shape[1],
                      q_data_type=q.dtype, sm_scale=sm_scale, window_left=window_left)  # fmt: skip
         return wrapper.run(q, kv)
 
     def extend(q: Any, kv: Any, starts: Any, indptr: Any, indices: Any, last: Any, *, causal: bool,
                sm_scale: float, window_left: int = -1) -> Any:  # fmt: skip
-        kind = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        kind, head_dim = flashinfer.BatchPrefillWithPagedKVCacheWrapper, _head_dim(q)
         wrapper = wrapper_of((q.dtype, q.shape[1:]), kind, "NHD")
-        wrapper.plan(starts, indptr, indices, last, q.shape[1], kv[0].shape[2], _head_dim(q), kv[0].shape[1],
+        wrapper.plan(starts, indptr, indices, last, q.shape[1], kv[0].shape[2], head_dim, kv[0].shape[1],
                      causal=causal, q_data_type=q.dtype, sm_scale=sm_scale,
                      window_left=window_left)  # fmt: skip
         return wrapper.run(q, kv)
