@@ -104,7 +104,7 @@ for _function, _says in {
     raises_system_exit: "raised SystemExit: 0",
     forks: "forks a process",
     prints: "printed more than 10 MiB",
-    takes_memory: "memory",
+    takes_memory: "emory",  # MemoryError, or: CUDA out of memory
     is_killed: "ended with signal SIGKILL",
     answers: "malformed",
 }.items():
