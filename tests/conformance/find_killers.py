@@ -72,8 +72,8 @@ def main(components: list[str]) -> int:
             survivors.append(bug.name)
         else:
             known[bug.name] = killer
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
-    KILLERS_FILE.write_text(f"{{\n{lines}\n}}\n")
+    text = json.dumps(known, sort_keys=True, separators=(",", ":"))
+    KILLERS_FILE.write_text(text.replace('],"', '],\n"') + "\n")  # a bug on a line
     for name in survivors:
         print(f"survives: {name}")
     for component in components:
