@@ -29,12 +29,7 @@ from diptych.shared.loading.kv_sizing import check_memory
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.loading.pipeline_stages import Stage, remove_foreign, stage_config
 from diptych.shared.loading.quantize import num_weight_bytes, quantize_linears
-from diptych.shared.loading.safetensors_file import (
-    INDEX_DTYPES,
-    QUANTIZED_DTYPES,
-    SUPPORTED_DTYPES,
-    read_checkpoint,
-)
+from diptych.shared.loading.safetensors_file import ALL_DTYPES, read_checkpoint
 from diptych.shared.loading.shards import Shards, shard_config
 from diptych.shared.loading.weight_names import expected_shapes, unused_part
 from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
@@ -101,7 +96,7 @@ def tell_unused(folder: Path, model_config: ModelConfig, loads_tower: bool) -> N
     """Print a line for tensors of parts that are not loaded. loads_tower: the model's part for images is."""
     if (folder / GGUF_LINK).is_file():
         return
-    names = read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES + INDEX_DTYPES)
+    names = read_checkpoint(folder, ALL_DTYPES)
     parts = Counter(part for name in names if (part := unused_part(name, model_config)) is not None)
     if loads_tower:
         del parts["images"]

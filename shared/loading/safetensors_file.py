@@ -13,6 +13,7 @@ SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX_DTYPES = ("I64", "I32", "BOOL")  # of tables that a draft model's checkpoint has beside its weights
 MAX_HEADER_BYTES = 100_000_000  # as the format says
 QUANTIZED_DTYPES = ("F8_E4M3", "I8", "U8", "I32", "I64")  # of quantized weights and what describes them
+ALL_DTYPES = tuple(dict.fromkeys((*SUPPORTED_DTYPES, *INDEX_DTYPES, *QUANTIZED_DTYPES)))
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1} | dict.fromkeys(
     ("F8_E4M3", "I8", "U8"), 1
 )

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from diptych.shared.config.vision_config import VisionConfig
 from diptych.shared.interfaces.vision import VisionTower
 from diptych.shared.loading.load_model import building
-from diptych.shared.loading.safetensors_file import read_checkpoint
+from diptych.shared.loading.safetensors_file import ALL_DTYPES, SUPPORTED_DTYPES, read_checkpoint
 from diptych.shared.loading.weights import named_targets
 
 PREFIXES = ("model.", "visual.", "vision_tower.", "vision_model.")
@@ -33,12 +33,14 @@ def load_vision(
     tower.requires_grad_(False)
     targets = named_targets(tower)
     missing = set(targets)
-    for name, info in read_checkpoint(folder).items():
+    for name, info in read_checkpoint(folder, ALL_DTYPES).items():
         own = _own_name(name)
         if own not in targets:
             continue
         if info.shape != targets[own].shape:
             raise ValueError(f"{folder}: {name} is {list(info.shape)}, not {list(targets[own].shape)}")
+        if info.dtype not in SUPPORTED_DTYPES:
+            raise ValueError(f"{folder}: {name} is {info.dtype}; a tower has one of {SUPPORTED_DTYPES}")
         with safe_open(info.path, framework="pt", device="cpu") as file:
             targets[own].copy_(file.get_tensor(name))
         missing.discard(own)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -17,11 +18,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from diptych.optimized.graphs.rehearsal import MANY_TOKENS, prefill_batches
 from diptych.optimized.modes import qwen_vision
 from diptych.reference.modes.qwen_vision import QwenVisionTower
+from diptych.shared import registry
 from diptych.shared.config import EngineConfig, read_config
 from diptych.shared.config.vision_config import read_vision_config
 from diptych.shared.engine.requests import images as image_prompts
 from diptych.shared.engine.requests.image_grid import rope_positions
 from diptych.shared.loading.load_model import tell_unused
+from diptych.shared.loading.vision_weights import load_vision
 from diptych.shared.modeling.vision_modules import normalized
 from diptych.shared.types import PromptEmbeds
 from tests.engine.test_images import (
@@ -178,6 +181,20 @@ def test_without_preparation_text_alone_runs(
     for loads_tower in (False, True):
         tell_unused(folder, llm.assembly.model_config, loads_tower)
         assert (" for images\n" in capsys.readouterr().err) == (not loads_tower)
+
+
+def test_other_weights_may_be_quantized(folder: Path, tmp_path: Path) -> None:
+    def load(name: str) -> Any:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        save_file(tensors, tmp_path / "model.safetensors")
+        config, towers = read_vision_config(folder), registry.load("vision", "reference")
+        assert config is not None
+        return load_vision(towers, tmp_path, config, 32, torch.device("cpu"), torch.float32)
+
+    load("model.language_model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match="F8_E4M3; a tower has one of"):
+        load("model.visual.blocks.0.attn.qkv.weight")
 
 
 def test_three_positions_are_rehearsed(folder: Path) -> None:
