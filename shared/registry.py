@@ -186,6 +186,8 @@ PARTS: dict[str, str] = {
     "whole_pages": "diptych.reference.parallel.whole_pages",
     "moe_runners": "diptych.optimized.moe_runners.table",
     "tune": "diptych.optimized.tune.tune",
+    "decode_attention": "diptych.optimized.kernels.attention.decode_attention",
+    "extend_attention": "diptych.optimized.kernels.attention.extend_attention",
     "mla_decode": "diptych.optimized.kernels.attention.mla_decode",
     "quantized_gemm": "diptych.optimized.kernels.linear.quantized_gemm",
     "moe_tiles": "diptych.optimized.kernels.moe.moe_tiles",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -52,12 +53,12 @@ class ReasoningGrammar(BaseGrammar):
         """Where the constrained text begins; None: the block is open."""
         if self._block_start is not None and (not output_ids or output_ids[0] != self._block_start):
             return 0
-        ids, end, at = list(output_ids), self._block_end, 0
-        while end[0] in ids[at:]:
-            at = ids.index(end[0], at)
-            if ids[at : at + len(end)] == end:
-                return at + len(end)
-            at += 1
+        end, at = self._block_end, 0
+        with suppress(ValueError):
+            while True:
+                at = output_ids.index(end[0], at) + 1
+                if list(output_ids[at - 1 : at - 1 + len(end)]) == end:
+                    return at - 1 + len(end)
         return None
 
 

@@ -112,7 +112,7 @@ def no_format(body: Body) -> Body | None:
 async def read_again(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     reply = await ask(body)
     if reply.is_stream and body.get("tools"):
-        reply.pause = lambda i: 1e-4 * i
+        reply.pause = lambda i: 2.5e-4 * i
     return reply
 
 

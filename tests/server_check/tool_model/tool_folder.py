@@ -1,4 +1,4 @@
-"""Writes the model folder: python -m tests.server_check.tool_model.tool_folder FOLDER"""
+"""Writes the model folder: python -m tests.server_check.tool_model.tool_folder FOLDER [--long]"""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 FIRST_ID = 1871  # the first row of the embedding without a token
 MARKER_IDS = list(range(FIRST_ID, FIRST_ID + len(MARKERS)))
 EMBEDDING = "model.embed_tokens.weight"
+LONG, LONG_ID = "=" * 64, FIRST_ID + len(MARKERS)
+LONG_CONTEXT = 131_072
 
 
 def write_folder(folder: Path, adapter: Path = ADAPTER) -> Path:
@@ -31,6 +33,21 @@ def write_folder(folder: Path, adapter: Path = ADAPTER) -> Path:
             weight = weights[f"model.layers.{layer}.{name}"]
             weight.copy_(weight.float() + b.T @ a)
     weights[EMBEDDING][MARKER_IDS] = delta["rows"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_long(folder: Path) -> Path:
+    """A longer context, and a token of 64 characters that the model writes where they may come."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": LONG_CONTEXT}), "utf-8"
+    )
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": LONG_ID, "content": LONG})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    weights = load_file(folder / "model.safetensors")
+    weights[EMBEDDING][LONG_ID] = weights[EMBEDDING][:FIRST_ID].float().mean(0)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -62,4 +79,5 @@ def write_tokenizer(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(write_folder(Path(sys.argv[1])))
+    written = write_folder(Path(sys.argv[1]))
+    print(make_long(written) if "--long" in sys.argv else written)

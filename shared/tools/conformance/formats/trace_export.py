@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import platform
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.compare import Mismatch
 from diptych.shared.tools.conformance.clauses.device import check_device
 from diptych.shared.tools.conformance.formats.trace_check import convention_of, device_text, read_off
@@ -25,8 +26,8 @@ from diptych.shared.tools.conformance.formats.trace_files import (
 from diptych.shared.tools.conformance.formats.trace_functions import reference_of, sources_of
 from diptych.shared.tools.conformance.formats.trace_op import TraceOp
 from diptych.shared.tools.conformance.formats.trace_ops import op_of
-from diptych.shared.tools.conformance.formats.trace_own import OWN
-from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS
+from diptych.shared.tools.conformance.formats.trace_own import KERNELS, OWN
+from diptych.shared.tools.conformance.formats.trace_references import DEFINITIONS, OUTPUT_ALONE
 from diptych.shared.tools.conformance.kernels.child_function import ChildFunction
 from diptych.shared.tools.conformance.kernels.functions import Raised
 from diptych.shared.tools.conformance.kernels.one_call import call
@@ -40,15 +41,17 @@ NUM_CALLS = 8
 def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) -> Iterator[str]:
     """Writes the data set; a line for each Definition. `chosen`: types of operations; empty: all."""
     types = chosen or dict.fromkeys(each["op_type"] for each in DEFINITIONS.values())
-    wanted = [
-        (op_type, each) for op_type in types for each in DEFINITIONS.values() if each["op_type"] == op_type
-    ]
-    for op_type, data in wanted:
+    kernels = {OUTPUT_ALONE[key]["name"]: source for key, source in KERNELS.items()}
+    known = [*DEFINITIONS.values(), *OUTPUT_ALONE.values()]
+    for op_type, data in [(each["op_type"], each) for op in types for each in known if each["op_type"] == op]:
         _write(folder / "definitions" / op_type / f"{data['name']}.json", data)
         definition = read_definition(folder / "definitions" / op_type / f"{data['name']}.json")
         solutions = [_solution(folder, definition, definition.reference, "baseline")]
         if op_type in OWN:
             solutions.append(_solution(folder, definition, OWN[op_type], AUTHOR))
+        if definition.name in kernels:
+            own = _solution(folder, definition, kernels[definition.name], AUTHOR, ["cuda"])
+            solutions += [own] if registry.runs_triton(check_device().type) else []
         reference = reference_of(definition)
         with (
             sources_of(definition, reference) as (target, place),
@@ -74,13 +77,15 @@ def export(folder: Path, chosen: list[str], seed: int, has_traces: bool = True) 
         yield f"{op_type}: {definition.name}, {len(workloads)} workloads, {num_passed} traces passed"
 
 
-def _solution(folder: Path, definition: Definition, source: str, author: str) -> tuple[str, Solution]:
+def _solution(
+    folder: Path, definition: Definition, source: str, author: str, hardware: Sequence[str] = ("cpu", "cuda")
+) -> tuple[str, Solution]:
     name = f"{author}_{definition.name}"
     path = folder / "solutions" / author / definition.op_type / definition.name / f"{name}.json"
     _write(path, {
         "name": name, "definition": definition.name, "author": author,
         "sources": [{"path": "main.py", "content": source}],
-        "spec": {"language": "python", "target_hardware": ["cpu", "cuda"], "entry_point": "main.py::run",
+        "spec": {"language": "python", "target_hardware": list(hardware), "entry_point": "main.py::run",
                  "dependencies": ["torch"] + ["diptych"] * (author == AUTHOR),
                  "destination_passing_style": False},
     })  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
@@ -296,3 +297,15 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
         "local_expert_offset::int32 routed_scaling_factor::float32",
         f"output:seq_len,hidden_size:{_BF}", MOE),
 }  # fmt: skip
+
+
+def _output_alone(data: dict[str, Any]) -> dict[str, Any]:
+    reference = re.sub(r"\n +lse.*", "", data["reference"]).replace("return out, lse", "return out")
+    outputs = {"output": data["outputs"]["output"]}
+    return {**data, "name": f"{data['name']}_output", "outputs": outputs, "reference": reference}
+
+
+OUTPUT_ALONE = {
+    name: _output_alone(DEFINITIONS[name]) for name in ("gqa_paged", "gqa_ragged", "mla_paged", "dsa_paged")
+}
+"""Without the log of sums, which this project's kernels do not return."""
