@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.corpus.corpus import held_out_questions
 
 SEEDED = ("auto", "diptych", "greedy")
+LEAST_TIMEOUT = 120.0
 LENS = (1, 2, 7, 16, 17, 31, 33)
 """Lengths of the first prompts: one token, and beside the sizes of pages. The others have prompt_len."""
 
@@ -45,7 +47,9 @@ def connect(
     oracle = oracle or Oracle(model, tool_call_parser)
     _ = oracle.chat  # an unknown parser is an error before anything is asked
     name, tolerance = tolerance_of(dtype, oracle.folder)
-    server = Server(url, api_key, served_model, token_ids=oracle.id_of_text, ends_at=ends_at)
+    server = Server(
+        url, api_key, served_model, timeout_of(ends_at), token_ids=oracle.id_of_text, ends_at=ends_at
+    )
     try:
         server.find_model()
         progress("what the server offers")
@@ -72,6 +76,13 @@ def connect(
     return Context(
         server, offers, oracle, seed, limits, prompts, progress, tolerance, name, noise_is_known=is_known
     )
+
+
+def timeout_of(ends_at: float) -> float:
+    """Seconds for an answer, by the time that the check has: a server without a GPU takes minutes where 24
+    requests run beside each other."""
+    left = ends_at - time.monotonic()
+    return LEAST_TIMEOUT if math.isinf(left) else max(LEAST_TIMEOUT, left / 24)
 
 
 def check_noise(seeded: str) -> None:
