@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from diptych.shared.tools.conformance.server.capabilities import Offers, probe
 from diptych.shared.tools.conformance.server.checks import QUICK, Check, Finding, Result, chosen
 from diptych.shared.tools.conformance.server.client import Refused, Server, Unreachable, join_chunks
 from diptych.shared.tools.conformance.server.oracle import Oracle
-from diptych.shared.tools.conformance.server.session import connect, find_rows
+from diptych.shared.tools.conformance.server.session import connect, find_rows, timeout_of
 from tests.server_check.local_server import LocalServer
 
 TEXT = "Mara is a baker. Mara lives in Bergen. In which city"
@@ -96,6 +97,11 @@ def test_refusals_and_dead_servers(server: Server) -> None:
     with pytest.raises(Unreachable, match="ConnectError"):
         Server("http://127.0.0.1:9").find_model()
     assert server.at_once([partial(int, i) for i in range(5)], concurrency=2) == [0, 1, 2, 3, 4]
+
+
+def test_an_answer_may_take_longer_in_a_long_check() -> None:
+    assert timeout_of(float("inf")) == timeout_of(time.monotonic() + 900) == 120
+    assert 890 < timeout_of(time.monotonic() + 21600) <= 900
 
 
 def test_oracle_knows_the_distribution(oracle: Oracle) -> None:
