@@ -356,7 +356,7 @@ def main() -> None:
     if arguments.record:
         found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
         found[arguments.server] = {"version": arguments.version, "rows": rows}
-        FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        FILE.write_text(json.dumps(found, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

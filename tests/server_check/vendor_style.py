@@ -72,9 +72,9 @@ def main(folder: str, out: str) -> None:
             server.proxy.plant(fault.plant)
             by = finds(context, asked, called, lengths)
             server.proxy.plant(None)
-            table.append({"fault": fault.name, "check": fault.finder, "what": fault.what, "by": by})
+            table.append({"check": fault.finder, "what": fault.what, "by": by})
             print(table[-1], flush=True)
-        lines = ",\n".join(f" {json.dumps(row)}" for row in table)
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in table)
         Path(out).write_text(f"[\n{lines}\n]\n")
 
 

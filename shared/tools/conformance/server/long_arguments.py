@@ -46,7 +46,7 @@ class Timed(NamedTuple):
     is_cut: bool = False  # it was ended by the time
 
     def seconds(self, begin: float, end: float) -> float:
-        """Of a character between these shares of the text."""
+        """A character takes so many, between these shares of the text."""
         total = self.marks[-1][1]
         first, last = (next(t for t, n in self.marks if n >= share * total) for share in (begin, end))
         return max((last - first) / ((end - begin) * total), 1e-9)
@@ -133,7 +133,7 @@ def best_item(context: Context, seconds: float) -> tuple[str, float]:
 
 
 def seconds_behind(context: Context, item: str, num_tokens: int, seconds: float) -> float:
-    """Of a character of a short call behind a prompt of so many tokens."""
+    """A character of a short call takes so many, behind a prompt of so many tokens."""
     tokenizer = context.oracle.tokenizer
     ids = tokenizer.encode(f"{ITEM} " * (num_tokens // 8), add_special_tokens=False)[:num_tokens]
     talk = long_talk(8, item, tokenizer.decode(ids) + "\nStore the text.")
