@@ -119,11 +119,10 @@ def _check_addresses(flags: EngineFlags) -> None:
 
 
 def _check_elastic_ep(flags: EngineFlags) -> None:
-    part = "a dead rank would take a part of the attention, or of each expert, with it"
+    part = "a dead replica would take a part of each expert with it"
     for name, value, needed, why in (
         ("dp_attention", flags.dp_attention, True, part),
-        ("tp", flags.tp, 1, part),
-        ("ep", flags.ep, flags.dp, part),
+        ("ep", flags.ep, flags.dp * flags.tp, part),
         ("two_batch_tokens", flags.two_batch_tokens, None, "one half of a pass may have ended"),
     ):
         if value != needed:

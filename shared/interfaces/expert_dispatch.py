@@ -23,8 +23,9 @@ class Placement(Protocol):
     load: torch.Tensor
     """[num_logical]: the tokens that chose each expert, which `choose` counts."""
 
-    def choose(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1."""
+    def choose(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1. `first`: where replicas begin to
+        take turns, which ranks with tokens of their own choose apart."""
 
 
 class ExpertDispatch(ABC):

@@ -55,12 +55,13 @@ class ExpertPlacement:
         self.num_replicas.copy_(experts.num_replicas[self.layer])
 
     # --8<-- [start:choose-replicas]
-    def choose(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1."""
+    def choose(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1. Replicas take
+        turns; the first token gets number `first` of them."""
         ids, is_real = topk_ids.long(), topk_ids >= 0
         self.load.scatter_add_(0, ids.clamp(min=0).flatten(), is_real.long().flatten())
-        row = torch.arange(len(ids), device=ids.device)[:, None]
-        physical = self.logical_to_physical[ids, row % self.num_replicas[ids]]  # replicas in turn
+        row = torch.arange(first, first + len(ids), device=ids.device)[:, None]
+        physical = self.logical_to_physical[ids, row % self.num_replicas[ids]]
         return torch.where(is_real, physical, -1).to(torch.int32)
 
     # --8<-- [end:choose-replicas]

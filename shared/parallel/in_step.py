@@ -123,11 +123,12 @@ class DispatchInStep(ExpertDispatch):
 
     def have_regrouped(self) -> None:
         """The group has other ranks from now on, each with a part of the experts."""
-        self.part = self.ranks.rank
+        self.part = self.all_ranks.rank
 
-    def to_the_end(self, run: Half, num_passes: int) -> Any:
-        """Run pass number `num_passes`, again if a rank dies in it and the others go on."""
-        return run() if self.survivors is None else self.survivors.to_the_end(run, num_passes)
+    def to_the_end(self, run: Half, take_part: Half, num_passes: int) -> Any:
+        """Run pass number `num_passes`, again if a rank dies in it and the others go on. `take_part`: run the
+        experts of this rank while others repeat it."""
+        return run() if self.survivors is None else self.survivors.to_the_end(run, take_part, num_passes)
 
     def take_part(self, model: CausalLM) -> None:
         """Run the experts of this rank in a forward pass in which it has no tokens."""
@@ -154,8 +155,9 @@ class ExpertsInStep(ExpertParallel):
     dispatch: DispatchInStep
 
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        """topk: logical experts."""
-        ids = self.placement.choose(self.dispatch.without_padding(topk.topk_ids))
+        """topk: logical experts. Each rank begins with another place of an expert, so that ranks with one
+        token each do not all use its first place."""
+        ids = self.placement.choose(self.dispatch.without_padding(topk.topk_ids), self.dispatch.ranks.rank)
         return self.dispatch.run(x, topk._replace(topk_ids=ids), experts)
 
 
@@ -186,7 +188,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
             self.num_passes += 1
             self._is_inside = True
             run = partial(self._together, partial(function, batch, *args), batch)
-            result = dispatch.to_the_end(run, self.num_passes)
+            result = dispatch.to_the_end(run, self._take_part_alone, self.num_passes)
             self._is_inside = False  # after an error it stays set: the ranks are out of step
             return result
 
@@ -215,8 +217,10 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
         @torch.inference_mode()
         def regroup(self) -> None:
             """Between two passes: go on with the ranks that are left."""
-            take_part = partial(self._together, lambda: None, idle_batch(self.kv_pool.device))
-            dispatch.survivors.catch_up(take_part, self.num_passes)  # type: ignore[union-attr]
+            dispatch.survivors.catch_up(self._take_part_alone, self.num_passes)  # type: ignore[union-attr]
+
+        def _take_part_alone(self) -> None:
+            self._together(lambda: None, idle_batch(self.kv_pool.device))
 
     return LockstepRunner
 

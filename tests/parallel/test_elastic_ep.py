@@ -32,7 +32,7 @@ from diptych.shared.interfaces import MoE
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
-from diptych.shared.parallel.survivors import Survivors
+from diptych.shared.parallel.survivors import COMPLETE, Survivors
 from diptych.shared.types import FinishError
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS
@@ -272,8 +272,8 @@ def test_no_room_ends_all(folders: dict[str, str]) -> None:
             {"dp_attention": False, "ep": 1, "ep_num_redundant_experts": 0},
             "dp_attention=False, it needs True",
         ),
-        ({"tp": 2}, "tp=2, it needs 1"),
-        ({"dp": 6}, "ep=3, it needs 6: a dead rank"),
+        ({"tp": 2}, "ep=3, it needs 6: a dead replica"),
+        ({"dp": 6}, "ep=3, it needs 6: a dead replica"),
         ({"two_batch_tokens": 8}, "two_batch_tokens=8, it needs None"),
         ({"dp": 1, "ep": 1, "ep_num_redundant_experts": 0}, "needs dp > 1"),
         ({"ep_num_redundant_experts": 0}, "ep_num_redundant_experts to at least 3"),
@@ -343,17 +343,17 @@ def _always_known(self: ExpertManager, numbers: Any, is_known: bool) -> None:
 def _takes_no_part(self: Survivors, take_part: Any, num_passes: int) -> None:
     """A rank that has completed the pass leaves the others alone."""
     if self.are_behind:
-        self._regroup(num_passes, has_pass=False)
+        self._regroup(num_passes, COMPLETE)
 
 
-def _counts_as_complete(self: Survivors, run: Any, num_passes: int) -> Any:
+def _counts_as_complete(self: Survivors, run: Any, take_part: Any, num_passes: int) -> Any:
     """A pass that failed counts as complete: the others do not take part in its repetition."""
     while True:
         try:
             return run()
         except RuntimeError as error:
             self._forgive(error)
-        self._regroup(num_passes, has_pass=False)
+        self._regroup(num_passes, COMPLETE)
 
 
 KEEP = ExpertManager.keep

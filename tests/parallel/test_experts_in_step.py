@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from diptych.optimized.parallel.dp_attention import PassDispatch
 from diptych.shared.engine.processes.child import EngineProcessEnded
 from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
-from diptych.shared.interfaces import MoE
+from diptych.shared.interfaces import MoE, TopKOutput
 from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep, PassTokens
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS
@@ -80,6 +82,31 @@ def test_padding_is_no_load(folders: dict[str, str], monkeypatch: pytest.MonkeyP
     assert not loads_differ(folders["qwen3-moe"], monkeypatch, panel)
 
 
+def places_of_one_token(num_ranks: int) -> list[int]:
+    """Which of three places, two of them of expert 0, ranks with one token each choose for it."""
+    found: list[int] = []
+
+    def keep(x: torch.Tensor, topk: TopKOutput, experts: Any) -> torch.Tensor:
+        found.append(int(topk.topk_ids))
+        return x
+
+    for rank in range(num_ranks):
+        dispatch: Any = SimpleNamespace(ranks=SimpleNamespace(rank=rank), run=keep)
+        dispatch.without_padding = lambda ids: ids
+        experts: Any = ExpertsInStep(dispatch, ExpertPlacement(in_order(1, 2, 3), 0, torch.device("cpu")))
+        experts.run(torch.zeros(1, 4), TopKOutput(torch.ones(1, 1), torch.zeros(1, 1).int()), None)
+    return found
+
+
+def test_ranks_with_one_token_use_all_places_of_an_expert() -> None:
+    assert places_of_one_token(3) == [0, 2, 0]
+
+
+def _first_place(self: ExpertPlacement, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Every rank begins with the first place of an expert."""
+    return CHOOSE(self, topk_ids)
+
+
 def _own_passes_only(self: DispatchInStep, num_tokens: int, *args: Any) -> PassTokens:
     """A rank moves experts before passes of its own batches."""
     manager, self.experts = self.experts, None
@@ -101,11 +128,13 @@ def _logical_ids(self: ExpertsInStep, x: torch.Tensor, topk: Any, experts: Any) 
 
 
 BEGIN = DispatchInStep.begin
+CHOOSE = ExpertPlacement.choose
 BUGS = Bugs("experts that move, in step", finder="answers or loads")
 for _wrong, _where in (
     (_own_passes_only, f"{DispatchInStep.__module__}.DispatchInStep.begin"),
     (_with_padding, f"{PassDispatch.__module__}.PassDispatch.without_padding"),
     (_logical_ids, f"{DispatchInStep.__module__}.ExpertsInStep.run"),
+    (_first_place, f"{ExpertPlacement.__module__}.ExpertPlacement.choose"),
 ):
     BUGS.add(_wrong.__name__.strip("_"), _wrong, where=_where)
 
@@ -118,6 +147,8 @@ def test_a_planted_bug_changes_answers_or_loads(
     bug.plant_in(monkeypatch)
     if bug.name == "with_padding":
         return loads_differ(folders["qwen3-moe"], monkeypatch, "optimized")
+    if bug.name == "first_place":
+        return len(set(places_of_one_token(2))) == 1
     try:
         config = make_config(folders["qwen3-moe"])
         reqs, _ = of_replicas(config, 2, seconds=3.0, impl=StrictRanks, ep=2, **MOVE)

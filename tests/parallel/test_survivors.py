@@ -75,7 +75,7 @@ def test_room_is_known_while_experts_move(folders: dict[str, str]) -> None:
     experts = expert_of(schedulers[0])
     few = experts.experts.physical_to_logical[:, :6]
     experts.experts = experts.experts._replace(physical_to_logical=few)  # of 2 ranks, before `ep` is 2
-    assert controller.survivors.least_ranks == 2
+    assert controller.survivors.least_replicas == 2
 
 
 class WithoutLeave(Collectives):

@@ -157,7 +157,8 @@ class Inbox:
         self.log = log
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self.hear: Callable[[Call], None] | None = None
-        """Gets each `regroup` as soon as it comes, in the thread that reads, and again among the calls."""
+        """Gets each `regroup` as soon as it comes, in the thread that reads, and again among the calls; and
+        each `hear`, which is no call."""
         self.is_ready = False
 
     def start(self, value: Any = None) -> None:
@@ -190,7 +191,7 @@ class Inbox:
         return call
 
     def _let_hear(self, call: Call) -> None:
-        if call.method == "regroup" and self.hear is not None:
+        if call.arguments and call.method in ("regroup", "hear") and self.hear is not None:
             self.hear(call)
 
     def close(self) -> None:
@@ -208,7 +209,8 @@ class Inbox:
                 if call.method == "report":
                     self.send(self.report())
                     continue
-                self._calls.put(call)
+                if call.method != "hear":
+                    self._calls.put(call)
                 self._let_hear(call)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             pass  # the parent has ended, or has closed this process's pipe

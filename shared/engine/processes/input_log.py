@@ -19,8 +19,9 @@ from diptych.shared.parallel.channel import decoder
 from diptych.shared.types import Req, SamplingParams
 
 Method = Literal[
-    "add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run", "split", "regroup"
-]
+    "add_request", "abort", "retract", "step", "flush_cache", "forget_kv", "report", "run", "split",
+    "regroup", "hear",
+]  # fmt: skip
 
 
 PACKAGE = "diptych."
@@ -51,7 +52,7 @@ class Call(msgspec.Struct):
     rid: str = ""  # of abort and retract
     request: Request | None = None  # of add_request
     function: str = ""  # of run: module:function, called with the engine and
-    arguments: list[Any] = []  # and those of regroup
+    arguments: list[Any] = []  # and those of regroup and hear
 
 
 _encoder = msgspec.msgpack.Encoder()

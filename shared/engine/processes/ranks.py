@@ -128,6 +128,9 @@ class LeadScheduler(Scheduler):
             limit=step_limit,
             has_ended=partial(have_ended, followers),
         )
+        self.survivors = getattr(scheduler, "survivors", None)
+        if self.survivors is not None:
+            self.survivors.is_torn = partial(have_ended, followers)
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:
@@ -182,6 +185,20 @@ class LeadScheduler(Scheduler):
         makes its own."""
         self._tell("split")
         self.scheduler = side
+
+    def hear(self, call: Call) -> None:
+        """Which replicas are left, also while a step runs. The other ranks regroup when this one does."""
+        for follower in self.followers:
+            follower.call(encode(Call("hear", call.now, arguments=call.arguments)))
+        self.scheduler.hear(call)  # type: ignore[attr-defined]
+
+    def regroup(self) -> None:
+        """Between two steps: go on with the replicas that are left."""
+        self._tell("regroup")
+        try:
+            self.scheduler.regroup()  # type: ignore[attr-defined]
+        finally:
+            self._check()
 
     def has_work(self) -> bool:
         """True also if a rank has ended, so that `step` is called and raises."""
@@ -264,6 +281,7 @@ def follow(
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         assembly = wrap(assembly, tp) if wrap else assembly
+        inbox.hear = getattr(assembly.scheduler, "hear", None)
         inbox.start()
         while True:
             for call in inbox.calls(is_busy=False):

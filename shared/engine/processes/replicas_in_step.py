@@ -145,10 +145,10 @@ class ControllerInStep(Controller):
         if self.survivors is None or replica == 0:
             raise self.ended(problem)
         left = [number for number in range(len(self.replicas)) if number not in {*self.lost, replica}]
-        if len(left) < self.survivors.least_ranks:
+        if len(left) < self.survivors.least_replicas:
             raise self.ended(f"{problem}; replicas {left} have no room for all experts")
         outputs = super().lose(replica, problem)
-        self._stores.append(local_store(len(left)))
+        self._stores.append(local_store(len(left) * self.config.tp))
         members = Members(len(self._stores), left, self._stores[-1].path)
         for number in left:
             self.replicas[number].call(encode(Call("regroup", time.monotonic(), arguments=list(members))))

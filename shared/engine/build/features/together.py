@@ -173,10 +173,11 @@ def check_elastic_ep(config: EngineConfig, num_experts: int, ranks: type[Collect
             "of these; choose use collectives=reference or optimized"
         )
     num_local = (num_experts + config.ep_num_redundant_experts) // config.ep
-    if num_local * (config.ep - 1) < num_experts:
-        least = -(-num_experts // (config.ep - 1)) * config.ep - num_experts
+    num_left = config.ep - config.tp
+    if num_local * num_left < num_experts:
+        least = -(-num_experts // num_left) * config.ep - num_experts
         raise ValueError(
-            f"elastic_ep=True with ep={config.ep}: {config.ep - 1} ranks with room for {num_local} experts "
+            f"elastic_ep=True with ep={config.ep}: {num_left} ranks with room for {num_local} experts "
             f"each cannot have {num_experts}; set ep_num_redundant_experts to at least {least}"
         )
 
