@@ -48,8 +48,9 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         alone = (("tp", 1), ("pp", 1), ("dp_attention", False), ("disable_radix_cache", False), *ONE_ENGINE)
         for name, only in alone:
             if getattr(flags, name) != only:
+                why = ": ranks would have to agree on what the tier has" if name in ("tp", "pp") else ""
                 raise ValueError(
-                    f"hicache_tokens={flags.hicache_tokens} does not work with {name}={getattr(flags, name)}"
+                    f"hicache_tokens={flags.hicache_tokens} does not work with {name}={getattr(flags, name)}{why}"
                 )
     elif flags.hicache_dir is not None:
         raise ValueError(f"hicache_dir={flags.hicache_dir} needs hicache_tokens, the tier above it")
@@ -69,7 +70,8 @@ def check_parallel_flags(flags: EngineFlags) -> None:
                 f"{flag} needs several ranks that share layers: tp > 1, or dp > 1 with dp_attention"
             )
         if flags.pp > 1:
-            raise ValueError(f"{flag} does not work with pp={flags.pp}; it must be 1")
+            why = "micro-batches already compute while others travel"
+            raise ValueError(f"{flag} does not work with pp={flags.pp}; it must be 1: {why}")
     if flags.elastic_ep:
         _check_elastic_ep(flags)
     if flags.dp_attention:
