@@ -49,9 +49,8 @@ def check_parallel_flags(flags: EngineFlags) -> None:
         for name, only in alone:
             if getattr(flags, name) != only:
                 why = ": ranks would have to agree on what the tier has" if name in ("tp", "pp") else ""
-                raise ValueError(
-                    f"hicache_tokens={flags.hicache_tokens} does not work with {name}={getattr(flags, name)}{why}"
-                )
+                flag = f"hicache_tokens={flags.hicache_tokens}"
+                raise ValueError(f"{flag} does not work with {name}={getattr(flags, name)}{why}")
     elif flags.hicache_dir is not None:
         raise ValueError(f"hicache_dir={flags.hicache_dir} needs hicache_tokens, the tier above it")
     if flags.pp > 1:
