@@ -102,7 +102,7 @@ def main(
     record |= summary(ends_of(reports, collected()))
     path = folder / f"gpu-tests-{short[0]}-x{gpus}.json"
     text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", json.dumps(record, indent=1))
-    path.write_text(f"{text}\n", encoding="utf-8")
+    path.write_text(re.sub(r"\n +", "\n", text) + "\n", encoding="utf-8")
     counts = [sum(count[i] for file in record["files"].values() for count in file.values()) for i in range(3)]
     print(f"{path}: {counts[PASSED]} passed, {counts[FAILED]} failed, {counts[NOT_RUN]} not run")
 

@@ -60,17 +60,20 @@ def next_record(component: str, is_major: bool, text: str) -> dict[str, Any]:
     return {"changes": changes, "interface": new["interface"], "clauses": clauses}
 
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def write(records: dict[str, dict[str, Any]]) -> None:
     """A component, a part and a clause on a line each, so that a diff shows what has changed."""
     blocks = []
     for component, record in records.items():
         parts = [
-            f"  {json.dumps(part)}: {{\n"
-            + ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-            + "\n  }"
+            f"{json.dumps(part)}:{{\n"
+            + ",\n".join(f"{json.dumps(name)}:{_compact(value)}" for name, value in content.items())
+            + "}"
             for part, content in record.items()
         ]
-        blocks.append(f" {json.dumps(component)}: {{\n" + ",\n".join(parts) + "\n }")
+        blocks.append(f"{json.dumps(component)}:{{\n" + ",\n".join(parts) + "}")
     FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,20 +19,25 @@ from torch.distributed import HashStore
 from diptych.reference.parallel.collectives import Collectives
 from diptych.reference.parallel.dp_attention import PassDispatch
 from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.build.assembly import Assembly, assemble
 from diptych.shared.engine.build.features.together import check_elastic_ep
-from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox, InboxClosed
+from diptych.shared.engine.processes.child_messages import Ready
+from diptych.shared.engine.processes.input_log import CallClock
+from diptych.shared.engine.processes.ranks import assemble_lead, collectives_of, repeat
 from diptych.shared.engine.processes.replicas import controlled, serve_calls
 from diptych.shared.engine.processes.replicas_in_step import (
     ControllerInStep,
     ScheduleInStep,
     assemble_in_step,
     assemble_replica,
+    in_step,
 )
 from diptych.shared.interfaces import MoE
 from diptych.shared.parallel import channel
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.grid import groups_of, join_ranks
 from diptych.shared.parallel.survivors import COMPLETE, Survivors
 from diptych.shared.types import FinishError
 from tests.parallel.test_dp_attention import PANELS
@@ -75,39 +81,89 @@ def die() -> None:
 Plant = Callable[[ScheduleInStep], None]
 
 
+class Threads:
+    """A controller, and the ranks of its replicas as threads. A rank that dies takes its replica with it, as
+    processes do: the first sees the end of the others, and these that of the first."""
+
+    def __init__(self, config: EngineConfig, plants: dict[int, Plant], seconds: float = 20.0) -> None:
+        self.config, self.plants, self.seconds = config, plants, seconds
+        self.store, self.schedulers = HashStore(), dict[int, ScheduleInStep]()
+        self.threads: list[threading.Thread] = []
+        others = [self.thread(f"replica {i}", i * config.tp, self.lead) for i in range(1, config.dp)]
+        first = self.assembled(0)
+        sizes = [other.next_message(seconds) for other in others]
+        self.controller = controlled(ControllerInStep, first.config, first, others, sizes)
+
+    def thread(self, name: str, rank: int, run: Callable[[int, Inbox], None]) -> Child:
+        mine, theirs = channel.pair()
+        inbox = Inbox(theirs, list, leave=lambda code: self.orphan(rank, inbox))
+        self.threads.append(threading.Thread(target=self.to_the_end, args=(rank, inbox, run), daemon=True))
+        self.threads[-1].start()
+        return Child(name, mine)
+
+    def orphan(self, rank: int, inbox: Inbox) -> None:
+        survivors = self.schedulers[rank].survivors
+        assert survivors is not None
+        survivors.is_torn = lambda: True
+        inbox.close()
+
+    def to_the_end(self, rank: int, inbox: Inbox, run: Callable[[int, Inbox], None]) -> None:
+        try:
+            run(rank, inbox)
+        except BaseException as error:
+            if not isinstance(error, Died | InboxClosed):
+                print(f"rank {rank}: {type(error).__name__}: {error}")
+        for group in groups_of(dispatch_of(self.schedulers[rank]).all_ranks):
+            group.leave()
+        with contextlib.suppress(OSError):
+            inbox.pipe.connection.shutdown(socket.SHUT_RDWR)
+
+    def wrap(self, assembly: Assembly, ranks: Any) -> Assembly:
+        return self.planted(ranks.rank, in_step(assembly, ranks))
+
+    def planted(self, rank: int, assembly: Assembly) -> Assembly:
+        scheduler: Any = assembly.scheduler
+        self.schedulers[rank] = scheduler
+        self.plants.get(rank, lambda each: None)(scheduler)
+        return assembly
+
+    def assembled(self, rank: int) -> Assembly:
+        if self.config.tp == 1:
+            assembly = assemble_replica(self.config, self.store, rank, self.seconds)
+            return self.planted(rank, assembly)
+        followers = [
+            self.thread(f"rank {part}", rank + part, self.follow) for part in range(1, self.config.tp)
+        ]
+        return assemble_lead(self.config, self.store, followers, self.seconds, rank, wrap=self.wrap)
+
+    def lead(self, rank: int, inbox: Inbox) -> None:
+        assembly = self.assembled(rank)
+        scheduler: Any = assembly.scheduler
+        inbox.start(assembly.parts.allocator.size)
+        try:
+            serve_calls(scheduler, assembly.grammars, inbox, steps_when_called=True)
+        finally:
+            if self.config.tp > 1:
+                scheduler.end("dead")
+
+    def follow(self, rank: int, inbox: Inbox) -> None:
+        inbox.send(Ready())
+        ranks = join_ranks(collectives_of(self.config), self.config, self.store, rank, self.seconds)
+        clock = CallClock()
+        assembly = self.wrap(assemble(self.config, clock, tp=ranks), ranks)
+        inbox.hear = getattr(assembly.scheduler, "hear", None)
+        inbox.start()
+        while True:
+            for call in inbox.calls(is_busy=False):
+                assembly = repeat(call, assembly, clock)
+
+
 def in_threads(
     config: EngineConfig, plants: dict[int, Plant], seconds: float = 20.0
 ) -> tuple[ControllerInStep, list[ScheduleInStep]]:
-    """A controller whose other replicas are threads. A replica that has died closes its connections."""
-    store, others, schedulers = HashStore(), [], dict[int, Any]()
-
-    def start(rank: int) -> Any:
-        assembly = assemble_replica(config, store, rank, seconds)
-        schedulers[rank] = assembly.scheduler
-        if rank in plants:
-            plants[rank](schedulers[rank])
-        return assembly
-
-    def run(rank: int, inbox: Inbox) -> None:
-        assembly = start(rank)
-        inbox.start(assembly.parts.allocator.size)
-        try:
-            serve_calls(assembly.scheduler, assembly.grammars, inbox, steps_when_called=True)
-        except BaseException as error:
-            if not isinstance(error, Died):
-                print(f"replica {rank}: {type(error).__name__}: {error}")
-        schedulers[rank].dp.leave()
-        inbox.pipe.connection.shutdown(socket.SHUT_RDWR)  # also for the thread that reads
-
-    for rank in range(1, config.dp):
-        mine, theirs = channel.pair()
-        others.append(Child(f"replica {rank}", mine))
-        inbox = Inbox(theirs, list, leave=lambda code: None)
-        threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
-    assembly = start(0)
-    sizes = [other.next_message(20.0) for other in others]
-    controller = controlled(ControllerInStep, assembly.config, assembly, others, sizes)
-    return controller, [schedulers[rank] for rank in range(config.dp)]
+    """Of replicas of one rank."""
+    threads = Threads(config, plants, seconds)
+    return threads.controller, [threads.schedulers[rank] for rank in range(config.dp)]
 
 
 def run_all(controller: Any) -> tuple[dict[str, list[int]], dict[str, str]]:

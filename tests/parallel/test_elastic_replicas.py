@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from diptych.shared.config import EngineConfig
-from diptych.shared.engine.build.assembly import Assembly, assemble
-from diptych.shared.engine.processes.child import Child, Inbox, InboxClosed
-from diptych.shared.engine.processes.child_messages import Ready
-from diptych.shared.engine.processes.input_log import CallClock
-from diptych.shared.engine.processes.ranks import assemble_lead, collectives_of, repeat
-from diptych.shared.engine.processes.replicas import controlled, serve_calls
-from diptych.shared.engine.processes.replicas_in_step import (
-    ControllerInStep,
-    ScheduleInStep,
-    assemble_in_step,
-    in_step,
-)
-from diptych.shared.parallel import channel
-from diptych.shared.parallel.grid import groups_of, join_ranks
+from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep, assemble_in_step
+from diptych.shared.parallel.grid import groups_of
 from diptych.shared.parallel.in_step import DispatchInStep
 from diptych.shared.parallel.survivors import Survivors
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS
 from tests.parallel.test_elastic_ep import (
     DEATHS,
-    Died,
     Plant,
+    Threads,
     Trap,
     check_answers,
     die,
@@ -53,80 +36,9 @@ DIVIDED: dict[str, Any] = {
     "dp": 3, "tp": 2, "ep": 6, "ep_num_redundant_experts": 6, "dp_attention": True, "elastic_ep": True
 }  # fmt: skip
 ROOM_FOR_ONE = DIVIDED | {"ep_num_redundant_experts": 12}
-Run = Callable[[Inbox], None]
 
 
-class Threads:
-    """A controller, and the ranks of its replicas as threads. A rank that dies takes its replica with it, as
-    processes do: the first sees the end of the others, and these that of the first."""
-
-    def __init__(self, config: EngineConfig, plants: dict[int, Plant], seconds: float = 20.0) -> None:
-        self.config, self.plants, self.seconds = config, plants, seconds
-        self.store, self.schedulers = HashStore(), dict[int, ScheduleInStep]()
-        self.threads: list[threading.Thread] = []
-        others = [self.thread(f"replica {i}", i * config.tp, self.lead) for i in range(1, config.dp)]
-        first = self.assembled(0)
-        sizes = [other.next_message(seconds) for other in others]
-        self.controller = controlled(ControllerInStep, first.config, first, others, sizes)
-
-    def thread(self, name: str, rank: int, run: Callable[[int, Inbox], None]) -> Child:
-        mine, theirs = channel.pair()
-        inbox = Inbox(theirs, list, leave=lambda code: self.orphan(rank, inbox))
-        self.threads.append(threading.Thread(target=self.to_the_end, args=(rank, inbox, run), daemon=True))
-        self.threads[-1].start()
-        return Child(name, mine)
-
-    def orphan(self, rank: int, inbox: Inbox) -> None:
-        survivors = self.schedulers[rank].survivors
-        assert survivors is not None
-        survivors.is_torn = lambda: True
-        inbox.close()
-
-    def to_the_end(self, rank: int, inbox: Inbox, run: Callable[[int, Inbox], None]) -> None:
-        try:
-            run(rank, inbox)
-        except BaseException as error:
-            if not isinstance(error, Died | InboxClosed):
-                print(f"rank {rank}: {type(error).__name__}: {error}")
-        for group in groups_of(dispatch_of(self.schedulers[rank]).all_ranks):
-            group.leave()
-        with contextlib.suppress(OSError):
-            inbox.pipe.connection.shutdown(socket.SHUT_RDWR)
-
-    def wrap(self, assembly: Assembly, ranks: Any) -> Assembly:
-        assembly = in_step(assembly, ranks)
-        scheduler: Any = assembly.scheduler
-        self.schedulers[ranks.rank] = scheduler
-        if ranks.rank in self.plants:
-            self.plants[ranks.rank](scheduler)
-        return assembly
-
-    def assembled(self, rank: int) -> Assembly:
-        followers = [
-            self.thread(f"rank {part}", rank + part, self.follow) for part in range(1, self.config.tp)
-        ]
-        return assemble_lead(self.config, self.store, followers, self.seconds, rank, wrap=self.wrap)
-
-    def lead(self, rank: int, inbox: Inbox) -> None:
-        assembly = self.assembled(rank)
-        scheduler: Any = assembly.scheduler
-        inbox.start(assembly.parts.allocator.size)
-        try:
-            serve_calls(scheduler, assembly.grammars, inbox, steps_when_called=True)
-        finally:
-            scheduler.end("dead")
-
-    def follow(self, rank: int, inbox: Inbox) -> None:
-        inbox.send(Ready())
-        ranks = join_ranks(collectives_of(self.config), self.config, self.store, rank, self.seconds)
-        clock = CallClock()
-        assembly = self.wrap(assemble(self.config, clock, tp=ranks), ranks)
-        inbox.hear = getattr(assembly.scheduler, "hear", None)
-        inbox.start()
-        while True:
-            for call in inbox.calls(is_busy=False):
-                assembly = repeat(call, assembly, clock)
-
+class Divided(Threads):
     def check(self, model: str, num_left: int, left: tuple[int, ...]) -> None:
         try:
             found, errors = run_all(self.controller)
@@ -154,7 +66,7 @@ def test_a_rank_of_a_replica_dies(folders: dict[str, str], panel: str, part: int
     if death == "while experts move":
         flags["eplb_rebalance_num_iterations"] = 2
     config = make_config(folders["qwen3-moe"], **DIVIDED, **flags)
-    threads = Threads(config, {2 + part: DEATHS[death]})
+    threads = Divided(config, {2 + part: DEATHS[death]})
     threads.check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
     experts = [expert_of(threads.schedulers[rank]) for rank in (0, 1, 4, 5)]
     assert all(each.experts.physical_to_logical.shape == (2, 8) for each in experts)
@@ -203,7 +115,7 @@ HALF_DONE: dict[str, dict[int, Plant]] = {
 def test_ranks_of_a_replica_repeat_a_pass_together(folders: dict[str, str], panel: str, faults: str) -> None:
     """Or not at all: replicas that have completed it take part in that of the others."""
     config = make_config(folders["qwen3-moe"], **DIVIDED, **PANELS[panel])
-    threads = Threads(config, {2: DEATHS["after a pass"], **HALF_DONE[faults]})
+    threads = Divided(config, {2: DEATHS["after a pass"], **HALF_DONE[faults]})
     threads.check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
 
 
@@ -211,7 +123,7 @@ def test_ranks_of_a_replica_repeat_a_pass_together(folders: dict[str, str], pane
 def test_two_replicas_die(folders: dict[str, str], panel: str) -> None:
     config = make_config(folders["qwen3-moe"], **ROOM_FOR_ONE, **PANELS[panel])
     plants = {3: DEATHS["in a layer"], 4: lambda each: vars(Trap(expert_of(each), "_move_layer", 2, die))}
-    threads = Threads(config, plants)
+    threads = Divided(config, plants)
     assert threads.controller.survivors.least_replicas == 1
     threads.check(folders["qwen3-moe"], 1, (0, 1))
 
@@ -219,7 +131,7 @@ def test_two_replicas_die(folders: dict[str, str], panel: str) -> None:
 @pytest.mark.parametrize("panel", PANELS)
 def test_drafts(folders: dict[str, str], panel: str) -> None:
     config = make_config(folders["qwen3-moe"], **DIVIDED, **CHAINS, **PANELS[panel])
-    Threads(config, {3: DEATHS["in a layer"]}).check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
+    Divided(config, {3: DEATHS["in a layer"]}).check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
 
 
 @pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.full), 1])
@@ -274,7 +186,7 @@ def test_a_planted_bug_changes_the_answers(
     monkeypatch.setattr("diptych.shared.parallel.survivors.CALL_SECONDS", 1.0)
     try:
         plants = {2: DEATHS["after a pass"], 5: fails_at("broadcast", 4, 1)}
-        threads = Threads(make_config(folders["qwen3-moe"], **DIVIDED), plants, seconds=2.0)
+        threads = Divided(make_config(folders["qwen3-moe"], **DIVIDED), plants, seconds=2.0)
         threads.check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
     except (AssertionError, RuntimeError) as error:
         return {"answers of one rank, or an error": str(error)}
