@@ -63,21 +63,19 @@ def parse(text: str, name: str = "table") -> GpuTable:
 def dumps(table: GpuTable) -> str:
     """JSON with one line per choice."""
     data = {"format": FORMAT, **{key: value for key, value in vars(table).items() if value != {}}}
-    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_value(data[key])}" for key in data) + "\n}\n"
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_value(data[key])}" for key in data) + "\n}\n"
 
 
 def _value(value: Any) -> str:
     if not isinstance(value, dict):
         return json.dumps(value)
-    shapes = [
-        f"    {json.dumps(name)}: {{\n{_rows(rows)}\n    }}" for name, rows in sorted(value.items()) if rows
-    ]
-    return "{\n" + ",\n".join(shapes) + "\n  }" if shapes else "{}"
+    shapes = [f"{json.dumps(name)}: {{\n{_rows(rows)}\n}}" for name, rows in sorted(value.items()) if rows]
+    return "{\n" + ",\n".join(shapes) + "\n}" if shapes else "{}"
 
 
 def _rows(rows: dict[str, Any]) -> str:
     ordered = sorted(rows.items(), key=lambda row: int(row[0]))
-    return ",\n".join(f"      {json.dumps(size)}: {json.dumps(choice)}" for size, choice in ordered)
+    return ",\n".join(f"{json.dumps(size)}: {json.dumps(choice)}" for size, choice in ordered)
 
 
 def write(table: GpuTable) -> Path:
