@@ -185,8 +185,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
         def _pass(self, function: Any, batch: ForwardBatch, *args: Any) -> Any:
             if self._is_inside:  # forward_and_sample may call forward
                 return function(batch, *args)
-            self.num_passes += 1
-            self._is_inside = True
+            self.num_passes, self._is_inside = self.num_passes + 1, True
             run = partial(self._together, partial(function, batch, *args), batch)
             result = dispatch.to_the_end(run, self._take_part_alone, self.num_passes)
             self._is_inside = False  # after an error it stays set: the ranks are out of step
@@ -195,8 +194,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: DispatchInStep) -> type[Any
         def _together(self, run: Half, batch: ForwardBatch) -> Any:
             """Run a pass that all ranks begin."""
             device, is_extend = batch.input_ids.device, batch.forward_mode.is_prefill
-            num_tokens = len(batch.input_ids)
-            num_nodes = num_tokens // max(batch.batch_size, 1)
+            num_tokens, num_nodes = batch.num_tokens, batch.num_tokens // max(batch.batch_size, 1)
             tokens = dispatch.begin(num_tokens, is_extend, device, num_nodes, can_be_cut(batch))
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
                 self._take_part(batch)

@@ -85,8 +85,8 @@ class Survivors:
 
     # --8<-- [start:repeat-the-pass]
     def to_the_end(self, run: Callable[[], T], take_part: Callable[[], None], num_passes: int) -> T:
-        """Run a pass to its end. A repeated one writes the same KV into the same slots, and
-        all ranks of a replica sample again, or none. No other collective follows the sampler."""
+        """Run a pass to its end. A repeated one writes the same KV into the same slots,
+        and all ranks of a replica sample again, or none."""
         state = UNFINISHED
         while True:
             try:
@@ -105,6 +105,8 @@ class Survivors:
             if not others_repeat:
                 return result
 
+    # --8<-- [end:repeat-the-pass]
+
     def catch_up(self, take_part: Callable[[], None], num_passes: int) -> None:
         """Between two passes: let the others repeat one that this rank has completed."""
         while self.are_behind and self._regroup(num_passes, COMPLETE)[1]:
@@ -113,8 +115,6 @@ class Survivors:
             except RuntimeError as error:
                 self._forgive(error)
                 self._wait_for_members()
-
-    # --8<-- [end:repeat-the-pass]
 
     def _forgive(self, error: RuntimeError) -> None:
         """After an error in a pass: raise it again, unless it is that of a collective."""

@@ -16,19 +16,10 @@ from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep, ass
 from diptych.shared.parallel.grid import groups_of
 from diptych.shared.parallel.in_step import DispatchInStep
 from diptych.shared.parallel.survivors import Survivors
+from tests.parallel.elastic_threads import Plant, Threads, Trap, die
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS
-from tests.parallel.test_elastic_ep import (
-    DEATHS,
-    Plant,
-    Threads,
-    Trap,
-    check_answers,
-    die,
-    dispatch_of,
-    expert_of,
-    run_all,
-)
+from tests.parallel.test_elastic_ep import DEATHS, check_answers, dispatch_of, expert_of, run_all
 from tests.parallel.tiny_ranks import make_config
 from tests.planted import Bug, Bugs
 

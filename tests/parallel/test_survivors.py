@@ -11,18 +11,16 @@ from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep
 from diptych.shared.interfaces import collectives as interface
 from diptych.shared.parallel.alone import ALONE
+from tests.parallel.elastic_threads import Plant, Trap, in_threads
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_elastic_ep import (
     DEATHS,
     ELASTIC,
     MORE_DEATHS,
     ROOM_FOR_ONE,
-    Plant,
-    Trap,
     check_answers,
     dispatch_of,
     expert_of,
-    in_threads,
     run_all,
 )
 from tests.parallel.tiny_ranks import make_config
