@@ -54,6 +54,11 @@ OWN = {
 PAGES = """import torch
 from diptych.shared import registry
 
+def kernel(name, x):
+    if not registry.runs_triton(x.device.type):
+        raise NotImplementedError("needs a CUDA GPU, or TRITON_INTERPRET=1")
+    return getattr(registry.load_part(name), name)
+
 def tables(indptr, indices, page_size):
     pages = indptr.diff()
     places = indptr[:-1, None] + torch.arange(max(int(pages.max()), 1), device=indptr.device)
@@ -67,7 +72,7 @@ def run(q, k_cache, v_cache, kv_indptr, kv_indices, sm_scale):
     page_size, num_kv_heads = k_cache.shape[1:3]
     table, rows, lens = tables(kv_indptr, kv_indices, page_size)
     counters = torch.zeros(len(q) * num_kv_heads, dtype=torch.int32, device=q.device)
-    return registry.load_part("decode_attention").decode_attention(
+    return kernel("decode_attention", q)(
         q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), table, rows, lens, counters,
         out=torch.empty_like(q), scale=sm_scale, page_size=page_size,
     )
@@ -77,7 +82,7 @@ def run(q, k, v, qo_indptr, kv_indptr, sm_scale):
     table, rows, lens = tables(kv_indptr, torch.arange(len(k), device=q.device), 1)
     starts, new = qo_indptr[:-1].long(), qo_indptr.diff().long()
     out = torch.zeros_like(q)  # a launch behind the tables: the kernel reads them before the last one ends
-    return registry.load_part("extend_attention").extend_attention(
+    return kernel("extend_attention", q)(
         q, k, v, table, rows, lens, new, starts, out=out, scale=sm_scale
     )
 """
@@ -86,7 +91,7 @@ def latent(q_nope, q_pe, ckv_cache, kpe_cache, table, rows, lens, sm_scale, page
     q = torch.cat((q_nope, q_pe), -1)
     kv = torch.cat((ckv_cache, kpe_cache), -1).flatten(0, 1)[:, None]  # in this project's pool they are one
     counters = torch.zeros(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
-    out = registry.load_part("mla_decode").mla_decode(
+    out = kernel("mla_decode", q)(
         q, kv, table, rows, lens, counters,
         kv_lora_rank=q_nope.shape[-1], scale=sm_scale, page_size=page_size,
     )
