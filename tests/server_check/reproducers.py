@@ -311,7 +311,61 @@ VLLM = (
         lambda a: a[0].status == 200 and not is_json(a[0].content),
     ),
 )
-SERVERS = {"llama.cpp": LLAMA, "transformers serve": TRANSFORMERS, "vLLM": VLLM}
+G = {"type": "function", "function": {"name": "get_weather", "parameters": F["function"]["parameters"]}}
+STRICT = {"type": "function", "function": {**F["function"], "strict": False}}
+
+
+def calls_another(answers: list[Answer]) -> bool:
+    names = [call["function"]["name"] for each in answers for call in each.message.get("tool_calls") or ()]
+    return any(name != "f" for name in names)
+
+
+def is_outside(answers: list[Answer]) -> bool:
+    """The arguments of a call of `f` are not {"n": an integer}."""
+    for call in answers[0].message.get("tool_calls") or ():
+        text = call["function"]["arguments"]
+        value = json.loads(text) if is_json(text) else None
+        return not (isinstance(value, dict) and type(value.get("n")) is int)
+    return False
+
+
+SGLANG = (
+    *(each for each in LLAMA if each.name in (*SHARED, "multiple-of")),
+    next(each for each in VLLM if each.name == "quote-in-pattern"),
+    Reproducer(
+        "named-call-of-another",
+        "`tool_choice` names `f`, one of two tools; temperature 1, eight seeds",
+        "calls of `f`",
+        "a call of `get_weather`: the grammar allows all tools",
+        tuple({"tools": [G, F], "tool_choice": NAMED, "temperature": 1.0, "seed": seed} for seed in range(8)),
+        calls_another,
+    ),
+    Reproducer(
+        "arguments-without-strict",
+        "`tool_choice` names `f`, whose schema requires an integer `n`",
+        "arguments with it",
+        'arguments without it: the schema binds only with `"strict": true`',
+        ({"tools": [F], "tool_choice": NAMED, "max_tokens": 120},),
+        is_outside,
+    ),
+    Reproducer(
+        "strict-in-prompt",
+        'a tool, beside the same one with `"strict": false`',
+        "the second prompt is longer: the template shows a tool as it was sent",
+        'the same prompt: `"strict": false` is added to the first',
+        ({"tools": [F], "max_tokens": 1}, {"tools": [STRICT], "max_tokens": 1}),
+        lambda a: a[0].num_prompt == a[1].num_prompt > 0,
+    ),
+    Reproducer(
+        "form-of-errors",
+        "`tool_choice` names a tool that is not in `tools`",
+        "an error with `error.message`",
+        "an error with `message`",
+        ({"tools": [F], "tool_choice": OTHER},),
+        lambda a: isinstance(a[0].body, dict) and a[0].status == 400 and "error" not in a[0].body,
+    ),
+)
+SERVERS = {"llama.cpp": LLAMA, "transformers serve": TRANSFORMERS, "vLLM": VLLM, "SGLang": SGLANG}
 
 
 def whole(body: JSON, model: str) -> JSON:
