@@ -321,7 +321,9 @@ def calls_another(answers: list[Answer]) -> bool:
 
 
 def is_outside(answers: list[Answer]) -> bool:
-    """The arguments of a call of `f` are not {"n": an integer}."""
+    """The arguments of a whole call of `f` are not {"n": an integer}."""
+    if answers[0].message and answers[0].body["choices"][0].get("finish_reason") == "length":
+        return False
     for call in answers[0].message.get("tool_calls") or ():
         text = call["function"]["arguments"]
         value = json.loads(text) if is_json(text) else None
@@ -337,7 +339,10 @@ SGLANG = (
         "`tool_choice` names `f`, one of two tools; temperature 1, eight seeds",
         "calls of `f`",
         "a call of `get_weather`: the grammar allows all tools",
-        tuple({"tools": [G, F], "tool_choice": NAMED, "temperature": 1.0, "seed": seed} for seed in range(8)),
+        tuple(
+            {"tools": [G, F], "tool_choice": NAMED, "temperature": 1.0, "seed": seed, "max_tokens": 120}
+            for seed in range(8)
+        ),
         calls_another,
     ),
     Reproducer(
