@@ -54,7 +54,7 @@ ARMS = {
             Arm(f"optimized,dtype=bfloat16,quantization={name}", f"{NATIVE},quantization={name}")
             for name in FORMATS
         ),
-        Arm("optimized,dtype=bfloat16,kv_cache_dtype=fp8", f"{NATIVE},kv_cache_dtype=fp8"),
+        Arm("optimized,dtype=bfloat16,kv_cache_dtype=fp8_e4m3", f"{NATIVE},kv_cache_dtype=fp8_e4m3"),
         *(
             Arm(f"optimized,dtype=bfloat16,quantization={name}", margin=margin)
             for name, margin in FORMATS.items()

@@ -124,15 +124,15 @@ def test_the_statistics() -> None:
     assert error_gate("order of sums", native * 1e-9, native * 0, 0.25).allowed == FLOOR
     assert interval(np.array([1.0, np.inf])) == (np.inf, np.inf)
     assert interval(np.full(8, 0.5)) == (0.5, 0.5)
-    far = Rows([one.logprobs[0] - 0.01, one.logprobs[1]], one.tokens)
-    assert invariance_gate("few bits", one, far, 1e-3, is_exact=False).fails
-    assert invariance_gate("few bits", one, far, 1e-3, is_exact=False, margin=4.0).holds
-    further = Rows([one.logprobs[0] - 0.1, one.logprobs[1]], one.tokens)
-    assert invariance_gate("few bits", one, further, 1e-3, is_exact=False, margin=256.0).fails
+    far = Rows([one.logprobs[0] - 0.01, one.logprobs[1]], one.tokens)  # 0.01 from `one` in a prompt
+    low, high, one_prompt = np.full(2, 1e-3), np.full(2, 3e-3), np.array([0.0, 0.011])
+    assert invariance_gate("the native error", one, far, [low], is_exact=False).fails
+    assert invariance_gate("few bits", one, far, [high, low], is_exact=False).holds
+    assert invariance_gate("a near tie", one, far, [one_prompt], is_exact=False).holds
     tiny = Rows([one.logprobs[0] * (1 + 1e-9), one.logprobs[1]], one.tokens)
-    assert invariance_gate("rounded", one, tiny, 1e-3, is_exact=False).holds
-    assert invariance_gate("claimed", one, tiny, 1e-3, is_exact=True).fails
-    assert invariance_gate("claimed", one, one, 1e-3, is_exact=True).holds
+    assert invariance_gate("rounded", one, tiny, [low], is_exact=False).holds
+    assert invariance_gate("claimed", one, tiny, [low], is_exact=True).fails
+    assert invariance_gate("claimed", one, one, [low], is_exact=True).holds
 
 
 def test_a_spec_names_a_panel_components_and_flags() -> None:

@@ -311,13 +311,7 @@ VLLM = (
         lambda a: a[0].status == 200 and not is_json(a[0].content),
     ),
 )
-G = {"type": "function", "function": {"name": "get_weather", "parameters": F["function"]["parameters"]}}
 STRICT = {"type": "function", "function": {**F["function"], "strict": False}}
-
-
-def calls_another(answers: list[Answer]) -> bool:
-    names = [call["function"]["name"] for each in answers for call in each.message.get("tool_calls") or ()]
-    return any(name != "f" for name in names)
 
 
 def is_outside(answers: list[Answer]) -> bool:
@@ -334,17 +328,6 @@ def is_outside(answers: list[Answer]) -> bool:
 SGLANG = (
     *(each for each in LLAMA if each.name in (*SHARED, "multiple-of")),
     next(each for each in VLLM if each.name == "quote-in-pattern"),
-    Reproducer(
-        "named-call-of-another",
-        "`tool_choice` names `f`, one of two tools; temperature 1, eight seeds",
-        "calls of `f`",
-        "a call of `get_weather`: the grammar allows all tools",
-        tuple(
-            {"tools": [G, F], "tool_choice": NAMED, "temperature": 1.0, "seed": seed, "max_tokens": 120}
-            for seed in range(8)
-        ),
-        calls_another,
-    ),
     Reproducer(
         "arguments-without-strict",
         "`tool_choice` names `f`, whose schema requires an integer `n`",
