@@ -84,8 +84,13 @@ def recorded(arm: Arm, device: str, seconds: float, num_prompts: int) -> dict[st
         gates = {gate["name"]: gate for gate in json.loads(file.read_text())["gates"]}
     for short, name in zip(("kl", "nll", "batch", "prefix"), GATES):
         if gate := gates.get(name):
-            row[short] = {key: gate[key] for key in ("verdict", "arm", "native", "upper", "allowed", "note")}
+            numbers = {key: float(f"{gate[key]:.3g}") for key in ("arm", "native", "upper", "allowed")}
+            row[short] = {"verdict": gate["verdict"], **numbers}
     return row
+
+
+def as_text(row: dict[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":"))
 
 
 def main() -> None:
@@ -106,7 +111,7 @@ def main() -> None:
             rows.append(row := ask.result())
             verdicts = [row.get(short, {}).get("verdict", "-") for short in ("kl", "nll", "batch", "prefix")]
             print(row["model"], row["engine"], *verdicts, row.get("why", ""), flush=True)
-            options.file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+            options.file.write_text("[\n" + ",\n".join(map(as_text, rows)) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
