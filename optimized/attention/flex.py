@@ -157,6 +157,7 @@ class FlexAttention(interface.AttentionBackend):
             scale=layer.scale * kv_scales.k,
             enable_gqa=layer.num_qo_heads != layer.num_kv_heads,
             return_aux=AuxRequest(lse=True),
+            kernel_options=_kernel_options(plan.max_queries * layer.num_qo_heads // layer.num_kv_heads),
         )
         if layer.sinks is not None:  # a column without a value: a smaller share for the others
             share = torch.sigmoid(aux.lse - layer.sinks[:, None])
@@ -164,6 +165,12 @@ class FlexAttention(interface.AttentionBackend):
         # --8<-- [end:flex-run]
         heads = heads * kv_scales.v  # 1, except of an FP8 pool
         return output.copy_(heads.transpose(1, 2)[plan.tokens])
+
+
+def _kernel_options(num_rows: int) -> Any:
+    """torch's kernel for fewer than 128 queries takes all query heads of a KV head as one block of rows, and
+    refuses a batch if there are more than 128: then the other kernel computes it."""
+    return {"FORCE_USE_FLEX_ATTENTION": True} if num_rows > 128 else None
 
 
 def _soft_cap(cap: torch.Tensor) -> Callable[..., torch.Tensor]:

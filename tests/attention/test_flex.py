@@ -26,3 +26,8 @@ def test_it_gives_the_answers_of_the_reference(kv_cache_dtype: str) -> None:
 def test_it_serves_the_optimized_panel() -> None:
     llm = LLM("tiny-dense", panel="optimized", use={"attention": "flex_attention"}, max_total_tokens=4096)
     assert "42" in llm.generate(llm.tokenizer.chat(QUESTION), SamplingParams(temperature=0.0)).text
+    prompt = list(range(5, 105))  # alone: 100 queries, whose heads are more than 128 rows for a KV head
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = LLM("tiny-dense", panel="reference", dtype="float32", device="cuda").generate(prompt, params)
+    llm = LLM("tiny-dense", dtype="float32", use={"attention": "flex_attention"}, max_total_tokens=4096)
+    assert llm.generate(prompt, params).output_ids == expected.output_ids
