@@ -25,9 +25,10 @@ def load_vision(
     text_hidden_size: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> VisionTower:
-    """The tower of a checkpoint, and what is behind it. towers: the component. Raises `ValueError` for
-    weights that are missing or of another shape. Layers after the used features are not read."""
+) -> VisionTower | None:
+    """The tower of a checkpoint, and what is behind it; None: there is none. towers: the component. Raises
+    `ValueError` for weights that are missing or of another shape. Layers after the used features are not
+    read."""
     with building(dtype, device):
         tower: VisionTower = towers.tower_class(config)(config, text_hidden_size)
     tower.requires_grad_(False)
@@ -44,6 +45,8 @@ def load_vision(
         with safe_open(info.path, framework="pt", device="cpu") as file:
             targets[own].copy_(file.get_tensor(name))
         missing.discard(own)
+    if missing and len(missing) == len(targets):
+        return None
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights of the vision tower are missing: {min(missing)} ..."

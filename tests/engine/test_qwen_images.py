@@ -183,6 +183,23 @@ def test_without_preparation_text_alone_runs(
         assert (" for images\n" in capsys.readouterr().err) == (not loads_tower)
 
 
+def test_a_checkpoint_without_a_tower_takes_texts(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tower = [name for name in tensors if ".visual." in name]
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    rest = {name: each for name, each in tensors.items() if name not in tower}
+    save_file({**rest, tower[0]: tensors[tower[0]]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{len(tower) - 1} weights of the vision tower are missing"):
+        engine(tmp_path)
+    save_file(rest, tmp_path / "model.safetensors")
+    llm = engine(tmp_path)
+    assert "no vision tower: images are refused" in capsys.readouterr().err
+    assert len(llm.generate([5, 6], GREEDY, progress=False).output_ids) == NUM_NEW
+    with pytest.raises(ValueError, match="takes no images"):
+        llm.generate([5, IMAGE], images=PICTURES[:1])
+
+
 def test_other_weights_may_be_quantized(folder: Path, tmp_path: Path) -> None:
     def load(name: str) -> Any:
         tensors = load_file(folder / "model.safetensors")

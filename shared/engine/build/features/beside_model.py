@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
 from diptych.shared.config import EngineConfig, draft_shape
 from diptych.shared.config.speculation_flags import check_windows
-from diptych.shared.config.vision_config import read_vision_config
+from diptych.shared.config.vision_config import VisionConfig, read_vision_config
 from diptych.shared.engine.build.features import Extras, Feature, Pools
 from diptych.shared.engine.build.plan import Plan
 from diptych.shared.engine.requests.embedding import read_reward_head
@@ -57,14 +58,17 @@ class Vision(Feature):
             )
 
     def beside_model(self, model: CausalLM) -> dict[str, Any]:
-        plan = self.plan
-        if self.config is None:
+        return {} if self.config is None else self._with_tower(self.config)
+
+    def _with_tower(self, config: VisionConfig) -> dict[str, Any]:
+        plan, size = self.plan, self.plan.model_config.hidden_size
+        tower = load_vision(plan.component("vision"), plan.folder, config, size, plan.device, plan.dtype)
+        if tower is None:
+            print("the checkpoint has no vision tower: images are refused", file=sys.stderr, flush=True)
             return {}
-        towers, size = plan.component("vision"), plan.model_config.hidden_size
-        tower = load_vision(towers, plan.folder, self.config, size, plan.device, plan.dtype)
-        if plan.device.type == "cuda" and self.config.dynamic:
+        if plan.device.type == "cuda" and config.dynamic:
             for side in (4, 12):  # kernels have other tiles for few patches
-                tower([torch.zeros(3, *[side * self.config.image_size] * 2, dtype=torch.uint8)])
+                tower([torch.zeros(3, *[side * config.image_size] * 2, dtype=torch.uint8)])
         tower.known = TowerRows()
         return {"vision": tower}
 
