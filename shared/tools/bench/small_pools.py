@@ -1,6 +1,6 @@
 """Counts the cost of a small KV pool: steps, and tokens that are recomputed after a retraction.
 
-    python -m diptych.shared.tools.bench.small_pools small-pools.svg
+    python -m diptych.shared.tools.bench.small_pools docs/lab/small-pools.svg
 
 Runs a scheduler on the ledger model (`diptych.shared.tools.conformance.oracles.ledger`), whose steps need no
 GPU and give the same counts on every machine. Prints them, and writes a plot.
