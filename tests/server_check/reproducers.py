@@ -21,13 +21,14 @@ JSON = dict[str, Any]
 FILE = Path(__file__).parents[2] / "docs" / "samples" / "servers" / "reproducers.json"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 PARTS = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 12 + 30?"}]
-F = {
+F: JSON = {
     "type": "function",
     "function": {
         "name": "f",
         "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
     },
 }
+STRICT = {**F, "function": {**F["function"], "strict": False}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
@@ -311,48 +312,39 @@ VLLM = (
         lambda a: a[0].status == 200 and not is_json(a[0].content),
     ),
 )
-STRICT = {"type": "function", "function": {**F["function"], "strict": False}}
 
 
 def is_outside(answers: list[Answer]) -> bool:
     """The arguments of a whole call of `f` are not {"n": an integer}."""
-    if answers[0].message and answers[0].body["choices"][0].get("finish_reason") == "length":
+    calls = answers[0].message.get("tool_calls")
+    if not calls or answers[0].body["choices"][0].get("finish_reason") == "length":
         return False
-    for call in answers[0].message.get("tool_calls") or ():
-        text = call["function"]["arguments"]
-        value = json.loads(text) if is_json(text) else None
-        return not (isinstance(value, dict) and type(value.get("n")) is int)
-    return False
+    text = calls[0]["function"]["arguments"]
+    value = json.loads(text) if is_json(text) else None
+    return not isinstance(value, dict) or type(value.get("n")) is not int
 
 
 SGLANG = (
     *(each for each in LLAMA if each.name in (*SHARED, "multiple-of")),
-    next(each for each in VLLM if each.name == "quote-in-pattern"),
+    VLLM[-1],
     Reproducer(
-        "arguments-without-strict",
-        "`tool_choice` names `f`, whose schema requires an integer `n`",
-        "arguments with it",
-        'arguments without it: the schema binds only with `"strict": true`',
-        ({"tools": [F], "tool_choice": NAMED, "max_tokens": 120},),
-        is_outside,
+        "arguments-without-strict", "`tool_choice` names `f`, whose schema requires an integer `n`",
+        "arguments with it", 'arguments without it: the schema binds only with `"strict": true`',
+        ({"tools": [F], "tool_choice": NAMED, "max_tokens": 120},), is_outside,
     ),
     Reproducer(
-        "strict-in-prompt",
-        'a tool, beside the same one with `"strict": false`',
+        "strict-in-prompt", 'a tool, beside the same one with `"strict": false`',
         "the second prompt is longer: the template shows a tool as it was sent",
         'the same prompt: `"strict": false` is added to the first',
         ({"tools": [F], "max_tokens": 1}, {"tools": [STRICT], "max_tokens": 1}),
         lambda a: a[0].num_prompt == a[1].num_prompt > 0,
     ),
     Reproducer(
-        "form-of-errors",
-        "`tool_choice` names a tool that is not in `tools`",
-        "an error with `error.message`",
-        "an error with `message`",
-        ({"tools": [F], "tool_choice": OTHER},),
+        "form-of-errors", "`tool_choice` names a tool that is not in `tools`",
+        "an error with `error.message`", "an error with `message`", ({"tools": [F], "tool_choice": OTHER},),
         lambda a: isinstance(a[0].body, dict) and a[0].status == 400 and "error" not in a[0].body,
     ),
-)
+)  # fmt: skip
 SERVERS = {"llama.cpp": LLAMA, "transformers serve": TRANSFORMERS, "vLLM": VLLM, "SGLang": SGLANG}
 
 
