@@ -131,7 +131,7 @@ def record_gpu_cells(names: list[str]) -> None:
             failed.append(name)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     in_order = {name: cells[name] for name in sources if name in cells}
-    gpu.RECORD.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    gpu.RECORD.write_text(json.dumps(in_order, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -154,7 +154,7 @@ def main(names: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     for name in names or paths:
         start = time.perf_counter()
-        text = json.dumps(record(paths[name]), indent=1, ensure_ascii=False).replace(f"{ROOT}/", "")
+        text = json.dumps(record(paths[name]), indent=0, ensure_ascii=False).replace(f"{ROOT}/", "")
         (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - start:.0f} s")
 

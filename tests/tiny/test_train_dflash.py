@@ -50,8 +50,7 @@ def target(llm: LLM) -> Target:
 
 @pytest.fixture(scope="module")
 def texts(llm: LLM, target: Target) -> list[train_dflash.Text]:
-    answers = answered(llm, questions(10), 24)
-    return texts_of(target, [each for each in answers if len(each[0]) > each[1] + 1])
+    return [text for text in texts_of(target, answered(llm, questions(10), 24)) if text.anchors]
 
 
 def test_layers_and_mask_are_chosen(target: Target) -> None:
@@ -95,7 +94,7 @@ def test_trained_blocks_are_the_engines(
     draft.load_weights(iterate_draft_weights(tmp_path))
     draft.share(target.model)
     some = texts[:3]
-    anchors = [[text.num_prompt, len(text.token_ids) - 2] for text in some]
+    anchors = [[text.anchors[0], text.anchors[-1]] for text in some]
     blocks = blocks_of(some, anchors, BLOCK_LEN, target.mask_id)
     with torch.no_grad():
         hidden = head(target.model.embed(blocks.input_ids), blocks.anchors, blocks.features)
@@ -115,6 +114,9 @@ def test_training_lowers_the_loss(target: Target, texts: list[train_dflash.Text]
     steps = batches(texts, 12, 4, 3, BLOCK_LEN, target.mask_id, seed=1)
     losses = [float(loss) for loss in train_steps(head, target, steps, options)]
     assert losses[-1] < losses[0] - 1.0
+    late = TrainOptions(num_steps=12, seconds=1e-9)
+    steps = batches(texts, 12, 4, 3, BLOCK_LEN, target.mask_id, seed=1)
+    assert len(list(train_steps(head, target, steps, late))) == 1
 
 
 def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
@@ -123,7 +125,19 @@ def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
             newest = blocks.input_ids[row, :, 0]
             text = next(t for t in texts if len(t.token_ids) > max(anchors) and torch.equal(
                 t.token_ids[anchors], newest))  # fmt: skip
-            assert all(text.num_prompt <= anchor < len(text.token_ids) - 1 for anchor in anchors)
+            assert set(anchors) <= set(text.anchors)
+
+
+def test_every_turn_of_the_assistant_is_trained_on(llm: LLM) -> None:
+    chat = [
+        {"role": "user", "content": "Mia went to the harbour. Where did Mia go?"},
+        {"role": "assistant", "content": "Mia went to the harbour."},
+        {"role": "user", "content": "What is 2 + 3?"},
+    ]
+    ((ids, is_said),) = answered(llm, [chat], 3)
+    said = llm.tokenizer.decode([token for token, each in zip(ids[:-3], is_said) if each])
+    assert said == "Mia went to the harbour.<|im_end|>"
+    assert is_said[-3:] == [True] * 3
 
 
 @pytest.mark.full

@@ -6,10 +6,11 @@ python -m diptych.shared.tools.training.train_dflash --target SmolLM2-135M.gguf 
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 import typer
@@ -33,11 +34,17 @@ HELD_OUT = 16
 
 
 class Text(NamedTuple):
-    """A prompt, the target's answer, and the target's hidden states of both."""
+    """A chat that ends with the target's answer, and the target's hidden states."""
 
     token_ids: torch.Tensor  # [n]
-    num_prompt: int
+    is_said: torch.Tensor  # [n]: by the assistant, in any of its turns
     features: torch.Tensor  # [n, num_features * hidden_size], bfloat16
+
+    @property
+    def anchors(self) -> list[int]:
+        """Any token of an answer but the last."""
+        anchors: list[int] = (self.is_said[:-1] & self.is_said[1:]).nonzero().flatten().tolist()
+        return anchors
 
 
 class Blocks(NamedTuple):
@@ -45,7 +52,7 @@ class Blocks(NamedTuple):
 
     anchors: torch.Tensor  # [num_texts, num_blocks]
     input_ids: torch.Tensor  # [num_texts, num_blocks, block_len]
-    target_ids: torch.Tensor  # the same shape: the text; -1: behind its end
+    target_ids: torch.Tensor  # the same shape: the answer; -1: behind its end
     features: torch.Tensor  # [num_texts, text_len, num_features * hidden_size]
 
 
@@ -81,21 +88,39 @@ def chosen_mask(llm: LLM) -> int:
 
 
 def questions(num: int) -> list[Asked]:
-    """Chats of the corpus up to the assistant's first words."""
-    chats = islice(training_chats("dflash"), num)
+    """Chats of the corpus up to the assistant's last words."""
+    asked: list[Asked] = []
+    for chat in islice(training_chats("dflash"), num):
+        last = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
+        asked.append([dict(message) for message in chat[:last]])
+    return asked
+
+
+def answered(llm: LLM, asked: Sequence[Asked], max_new_tokens: int) -> list[tuple[list[int], list[bool]]]:
+    """Prompts and the target's greedy answers as token ids, and which of these the assistant says."""
+    prompts = encode(llm, asked)
+    outputs: Any = llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens))
     return [
-        [dict(message) for message in chat[: [m["role"] for m in chat].index("assistant")]] for chat in chats
+        (prompt + output.output_ids, said_before(llm, chat, prompt) + [True] * len(output.output_ids))
+        for chat, prompt, output in zip(asked, prompts, outputs)
     ]
 
 
-def answered(llm: LLM, asked: Sequence[Asked], max_new_tokens: int) -> list[tuple[list[int], int]]:
-    """Prompts and the target's greedy answers as token ids, and the lengths of the prompts."""
-    prompts = encode(llm, asked)
-    outputs: Any = llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens))
-    return [(prompt + output.output_ids, len(prompt)) for prompt, output in zip(prompts, outputs)]
+def said_before(llm: LLM, asked: Asked, prompt: list[int]) -> list[bool]:
+    """Which tokens of a prompt are the assistant's earlier answers, with the token that ends each."""
+    is_said = [False] * len(prompt)
+    chat = [] if isinstance(asked, str) else asked
+    for i, message in enumerate(chat):
+        if message["role"] == "assistant":
+            (before,) = encode(llm, [chat[:i]])
+            for place in range(len(before), len(prompt)):
+                is_said[place] = prompt[: len(before)] == before
+                if prompt[place] in llm.assembly.model_config.eos_token_ids:
+                    break
+    return is_said
 
 
-def texts_of(target: Target, answers: Sequence[tuple[list[int], int]]) -> list[Text]:
+def texts_of(target: Target, answers: Sequence[tuple[list[int], list[bool]]]) -> list[Text]:
     """The target's hidden states, text by text."""
     texts = []
     for start in range(0, len(answers), TEXTS_AT_ONCE):
@@ -105,16 +130,17 @@ def texts_of(target: Target, answers: Sequence[tuple[list[int], int]]) -> list[T
         batch = session.forward_batch({i: ids for i, (ids, _) in enumerate(part)})
         session.hidden_states(batch, captured)
         features = torch.cat([captured[layer] for layer in target.layers], dim=-1).to(torch.bfloat16)
-        for (ids, num_prompt), own in zip(part, features.split([len(ids) for ids, _ in part])):
-            texts.append(Text(torch.tensor(ids, device=features.device), num_prompt, own))
+        for (ids, is_said), own in zip(part, features.split([len(ids) for ids, _ in part])):
+            token_ids, marks = (torch.tensor(row, device=own.device) for row in (ids, is_said))
+            texts.append(Text(token_ids, marks, own))
     return texts
 
 
 def blocks_of(
     texts: Sequence[Text], anchors: Sequence[Sequence[int]], block_len: int, mask_id: int
 ) -> Blocks:
-    """anchors: as many for each text, positions in its answer."""
-    rows = [text.token_ids for text in texts]
+    """anchors: as many for each text, positions in its answers."""
+    rows = [text.token_ids.masked_fill(~text.is_said, -1) for text in texts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     ids = functional.pad(ids, (0, block_len), value=-1)
     features = torch.nn.utils.rnn.pad_sequence([text.features for text in texts], batch_first=True).float()
@@ -130,14 +156,11 @@ def batches(
     texts: Sequence[Text], num_steps: int, num_texts: int, num_blocks: int, block_len: int, mask_id: int,
     seed: int,
 ) -> Iterator[Blocks]:  # fmt: skip
-    """Random texts, and random anchors in them: any token of an answer but the last."""
+    """Random texts, and random anchors in them."""
     dice = random.Random(seed)
     for _ in range(num_steps):
         some = dice.sample(texts, num_texts)
-        anchors = [
-            [dice.randrange(text.num_prompt, len(text.token_ids) - 1) for _ in range(num_blocks)]
-            for text in some
-        ]
+        anchors = [dice.choices(text.anchors, k=num_blocks) for text in some]
         yield blocks_of(some, anchors, block_len, mask_id)
 
 
@@ -161,13 +184,17 @@ def loss_of(head: DFlashHead, target: Target, blocks: Blocks) -> tuple[torch.Ten
 def train_steps(
     head: DFlashHead, target: Target, steps: Iterator[Blocks], options: TrainOptions
 ) -> Iterator[torch.Tensor]:
-    """Train in place; yields each step's loss."""
+    """Train in place; yields each step's loss. It ends after `options.seconds`, if there are any."""
     optimizer: Any = MasterAdamW(head, options)
+    begin = time.monotonic()
     for step, blocks in enumerate(steps):
         loss, _ = loss_of(head, target, blocks)
         loss.backward()
-        optimizer.step(options.learning_rate_at(step))
+        share = min(1.0, (time.monotonic() - begin) / options.seconds) if options.seconds else 0.0
+        optimizer.step(options.learning_rate_at(step, share))
         yield loss.detach()
+        if share == 1.0:
+            return
 
 
 @torch.no_grad()
@@ -175,10 +202,8 @@ def evaluate(head: DFlashHead, target: Target, texts: Sequence[Text]) -> list[fl
     """How often the head guesses each place of a block, over all anchors of the texts."""
     counts = torch.zeros(2, head.shape.block_len - 1, dtype=torch.int64)
     for text in texts:
-        anchors = [range(text.num_prompt, len(text.token_ids) - 1)]
-        counts += loss_of(head, target, blocks_of([text], anchors, head.shape.block_len, target.mask_id))[
-            1
-        ].cpu()
+        blocks = blocks_of([text], [text.anchors], head.shape.block_len, target.mask_id)
+        counts += loss_of(head, target, blocks)[1].cpu()
     return [round(float(right / max(there, 1)), 4) for there, right in counts.T]
 
 
@@ -191,7 +216,10 @@ def new_head(
         config.hidden_size, intermediate_size or config.intermediate_size, num_layers, config.num_qo_heads,
         config.num_kv_heads, config.head_dim, len(target.layers), config.rms_norm_eps, theta, block_len,
     )  # fmt: skip
-    return DFlashHead(shape).to(next(target.model.parameters()).device)
+    head, model = DFlashHead(shape), cast("Any", target.model)
+    if not config.norm_unit_offset:  # what the target's output projection is made for
+        head.norm.weight.data.copy_(model.model.norm.weight)
+    return head.to(next(model.parameters()).device)
 
 
 def save_head(head: DFlashHead, target: Target, folder: Path) -> None:
@@ -235,8 +263,9 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=2, help="answers to train on and measure with")] = 1536,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
-    texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 16,
-    blocks: Annotated[int, typer.Option(min=1, help="blocks of each text")] = 6,
+    seconds: Annotated[float, typer.Option(min=0, help="end the steps after so long; 0: never")] = 0.0,
+    texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 8,
+    blocks: Annotated[int, typer.Option(min=1, help="blocks of each text")] = 32,
     block_len: Annotated[int, typer.Option(min=2, help="tokens of a block, the newest one included")] = 8,
     layers: Annotated[int, typer.Option(min=1, help="layers of the head")] = 2,
     intermediate_size: Annotated[int, typer.Option(min=0, help="of its MLPs; 0: the target's")] = 0,
@@ -247,9 +276,10 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
 ) -> None:
     """Write answers with the target, train a head on them and save it."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     llm = LLM(
-        model=target, panel="reference", device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype="float32", max_running_requests=64, disable_radix_cache=True,
+        model=target, panel="reference", device=device, dtype="float32", max_running_requests=64,
+        disable_radix_cache=True,
     )  # fmt: skip
     config = llm.assembly.model_config
     if mask_id >= config.vocab_size:
@@ -260,18 +290,17 @@ def main(
     )  # fmt: skip
     asked = questions(num_prompts) if prompts is None else read_prompts(prompts)[:num_prompts]
     check_texts(texts, len(asked), "prompts")
-    answers = [each for each in answered(llm, asked, max_new_tokens) if len(each[0]) > each[1] + 1]
-    lessons = texts_of(known, answers)
+    lessons = [text for text in texts_of(known, answered(llm, asked, max_new_tokens)) if text.anchors]
     held_out, trained = lessons[::HELD_OUT], [t for i, t in enumerate(lessons) if i % HELD_OUT]
     check_texts(texts, len(lessons), "answers of two tokens and more")
     head = new_head(known, layers, intermediate_size, block_len, seed)
-    options = TrainOptions(steps, texts, blocks * block_len, learning_rate, seed=seed)
+    options = TrainOptions(steps, texts, blocks * block_len, learning_rate, seed=seed, seconds=seconds)
     made = batches(trained, steps, texts, blocks, block_len, known.mask_id, seed)
-    _, loss, seconds = run_with_progress(train_steps(head, known, made, options), options)
+    num_steps, loss, elapsed = run_with_progress(train_steps(head, known, made, options), options)
     save_head(head, known, out)
     right = evaluate(head, known, held_out)
     record = {
-        "target": target, "num_answers": len(trained), "steps": steps, "seconds": round(seconds, 1),
+        "target": target, "num_answers": len(trained), "steps": num_steps, "seconds": round(elapsed, 1),
         "final_loss": round(loss, 4), "num_parameters": sum(p.numel() for p in head.parameters()),
         "held_out": {"num_answers": len(held_out), "right_by_place": right},
     }  # fmt: skip
