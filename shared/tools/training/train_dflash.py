@@ -156,7 +156,7 @@ def batches(
     texts: Sequence[Text], num_steps: int, num_texts: int, num_blocks: int, block_len: int, mask_id: int,
     seed: int,
 ) -> Iterator[Blocks]:  # fmt: skip
-    """Random texts, and random anchors in them."""
+    """Random texts and anchors."""
     dice = random.Random(seed)
     for _ in range(num_steps):
         some = dice.sample(texts, num_texts)
