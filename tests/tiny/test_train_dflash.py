@@ -130,7 +130,7 @@ def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
 
 def test_every_turn_of_the_assistant_is_trained_on(llm: LLM) -> None:
     chat = [
-        {"role": "user", "content": "Mia went to the harbour. Where did Mia go?"},
+        {"role": "user", "content": "Where did Mia go?"},
         {"role": "assistant", "content": "Mia went to the harbour."},
         {"role": "user", "content": "What is 2 + 3?"},
     ]
