@@ -15,6 +15,7 @@ from diptych.shared.tools.commands.check_engine import parse_spec
 from diptych.shared.tools.conformance.whole_engine.engine_gate import (
     FLOOR,
     Rows,
+    allowed_errors,
     error_gate,
     interval,
     invariance_gate,
@@ -129,6 +130,11 @@ def test_the_statistics() -> None:
     assert invariance_gate("the native error", one, far, [low], is_exact=False).fails
     assert invariance_gate("few bits", one, far, [high, low], is_exact=False).holds
     assert invariance_gate("a near tie", one, far, [one_prompt], is_exact=False).holds
+    of_error = error_gate("few bits", one_prompt, low, 256.0)
+    together, alone = np.array([0.2, 1e-3]), np.array([1e-3, 2e-3])
+    assert np.array_equal(allowed_errors(of_error, together, alone, low), [low, low])
+    assert not (failing := error_gate("native", together, low, 0.25)).holds
+    assert len(allowed_errors(failing, together, alone, low)) == 1
     tiny = Rows([one.logprobs[0] * (1 + 1e-9), one.logprobs[1]], one.tokens)
     assert invariance_gate("rounded", one, tiny, [low], is_exact=False).holds
     assert invariance_gate("claimed", one, tiny, [low], is_exact=True).fails

@@ -231,11 +231,10 @@ def run_check(context: Context, each: Check, findings: list[Finding]) -> bool:
             return False
         findings.append(Finding("fails", f"no answer: {error}"))
         return not answers(context.server)
-    except TimeLimitExceeded:
-        raise
     except Exception as error:  # the other checks go on
-        what = f"this check itself failed, not the server: {type(error).__name__}: {error}; please report it"
-        findings.append(Finding("fails", what))
+        what = "this check ended with an error, its own or of an answer in a form that it does not know"
+        finding = Finding("fails", f"{what}: {type(error).__name__}: {error}")
+        findings.append(_with_request(context.server, finding))
     return False
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from diptych.shared.tools.conformance.server.checks import Context, Finding, Status, check
-from diptych.shared.tools.conformance.server.client import Refused, Unreachable
+from diptych.shared.tools.conformance.server.client import Malformed, Refused, Unreachable
 from diptych.shared.tools.conformance.server.conversations import Talk
 from diptych.shared.tools.conformance.server.oracle import Oracle
 from diptych.shared.tools.conformance.server.prompt_checks import no_chat
@@ -34,6 +34,10 @@ MANY = 1000
 TRIES = 3
 LONGEST_SECONDS = 600.0
 """Of one stream. What has come by then is judged."""
+
+
+LEAST_PIECES = 8
+"""Of a stream whose rate is measured."""
 
 
 class Timed(NamedTuple):
@@ -103,7 +107,10 @@ def stream_timed(context: Context, talk: Talk, max_tokens: int, seconds: float =
                 for line in response.iter_lines():
                     if not line.startswith("data:") or line.endswith("[DONE]"):
                         continue
-                    chunk = json.loads(line[5:])
+                    try:
+                        chunk = json.loads(line[5:])
+                    except ValueError as error:
+                        raise Malformed(f"a chunk that is no JSON ({error})", line) from None
                     num_tokens = (chunk.get("usage") or {}).get("completion_tokens") or num_tokens
                     for choice in chunk.get("choices") or ():
                         for piece in (choice.get("delta") or {}).get("tool_calls") or ():
@@ -164,6 +171,9 @@ def long(context: Context) -> Iterator[Finding]:
             timed = stream_timed(context, long_talk(num_items, item), max_tokens, seconds)
             if not timed.arguments or not (timed.is_cut or len(timed.arguments) >= num_items * len(item)):
                 yield Finding("not offered", f"the arguments end after {len(timed.arguments)} characters")
+                return
+            if (num_pieces := len({n for _, n in timed.marks})) < LEAST_PIECES:
+                yield Finding("not offered", f"the arguments come in {num_pieces} pieces: no rate is seen")
                 return
             best = timed if best is None or timed.slowdown() < best.slowdown() else best
             if best.slowdown() <= MOST_SLOWER and min(best.beside, default=0.0) <= MOST_STALLED * alone + 1.0:
