@@ -8,6 +8,7 @@ takes all images. The CPU waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -87,9 +88,15 @@ def passes(images: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield some
 
 
+@cache
+def is_recent(device: torch.device) -> bool:
+    """Whether FlashAttention has kernels for the GPU."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: PackedAngles) -> torch.Tensor:
     """q, k, v [patches, heads, head_dim] -> q's shape."""
-    if q.is_cuda and q.dtype in HALF_TYPES:
+    if q.is_cuda and q.dtype in HALF_TYPES and q.shape[-1] % 8 == 0 and is_recent(q.device):
         starts, longest = angles.starts, max(angles.lens)
         output = varlen_attn(q, k, v, starts, starts, longest, longest)
         assert isinstance(output, torch.Tensor)

@@ -46,7 +46,7 @@ def kept_quantized(path: Path, config: ModelConfig) -> QuantConfig | None:
     types: dict[str, str] = {}
     merged: dict[str, set[str]] = {}
     for tensor in open_gguf(path.resolve()).tensors.values():
-        if tensor.name not in IN_CONFIG and len(tensor.shape) == 2:
+        if tensor.name.endswith(".weight") and tensor.name not in IN_CONFIG and len(tensor.shape) == 2:
             for part in weight_parts(tensor.name, shape_of(tensor), config, str(path)):
                 types[name := part.name.removesuffix(".weight")] = tensor.tensor_type.name
                 merged.setdefault(MERGED.sub("merged", name), set()).add(types[name])
@@ -81,6 +81,8 @@ def gguf_weights(
         (tensor, own, [layers.get(part.name.removesuffix(".weight")) for part in own])
         for tensor, own in zip(tensors, parts)
     ]
+    for each in layers.values():
+        each.part(shards)
     for tensor, _, own in entries:
         kind = tensor.tensor_type.name
         for layer in own:

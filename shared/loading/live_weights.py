@@ -67,10 +67,9 @@ class LiveWeights:
         """Raise `ValueError` for an engine that takes no tensors, and for unknown or repeated names and wrong
         shapes, with all of them. Weights that are not named stay as they are."""
         self._check_engine()
-        if self.config.quantization is not None and self.quantization is None:
-            raise ValueError(
-                f"the checkpoint is quantized ({self.config.quantization.storage}): update it from a folder"
-            )
+        storage = self.config.quantization.storage if self.config.quantization is not None else "online"
+        if storage not in ("online", "gguf"):  # whose weights are rounded as they come
+            raise ValueError(f"the checkpoint is quantized ({storage}): update it from a folder")
         expected, found, problems = expected_shapes(self.config), set(), []
         for spec in specs:
             assert spec.torch_dtype

@@ -109,6 +109,10 @@ def _are_rows(name: str, shape: tuple[int, ...], config: ModelConfig | None, fam
     if match is None or config is None or config.moe is None or family.packed_experts != "rows or columns":
         return False
     num_columns = config.hidden_size if match[2] == "gate_up_proj" else config.moe.intermediate_size
+    if shape[-1] == shape[-2]:
+        raise ValueError(
+            f"{name} has shape {list(shape)}: it may be transposed or not, which a square does not tell"
+        )
     return shape[-1] == num_columns
 
 

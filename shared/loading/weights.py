@@ -72,13 +72,13 @@ def iterate_weights(
     parts of one rank.
     """
     folder = Path(folder)
-    if config is None:
-        config = read_config(folder)
-    quantization = config.quantization
-    if quantization is not None and quantization.storage == "online":
+    config = read_config(folder) if config is None else config
+    quantization, is_gguf = config.quantization, (folder / GGUF_LINK).is_file()
+    rounded = ("online",) if is_gguf else ("online", "gguf")  # new weights for the blocks of a file
+    if quantization is not None and quantization.storage in rounded:
         whole = iterate_weights(folder, replace(config, quantization=None), on_progress)
         return quantize_while_reading(whole, config, device, shards)
-    if (folder / GGUF_LINK).is_file():
+    if is_gguf:
         return gguf_weights(folder / GGUF_LINK, config, on_progress, shards)
     checkpoint = read_checkpoint(
         folder, SUPPORTED_DTYPES + (QUANTIZED_DTYPES if quantization is not None else ())

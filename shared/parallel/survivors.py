@@ -6,7 +6,9 @@ nothing to do learns of it from the controller alone. All meet in a new store, f
 experts anew, and repeat the pass of those that have not completed it.
 
 A replica of several ranks dies as a whole: each has a part of its attention and of its KV. Its ranks complete
-a pass together: they meet behind it, so none is a pass ahead of another one.
+a pass together: they meet behind it. One that comes late out of this meeting may miss another rank there,
+while the others are in the next pass already: it has completed its own, and begins the next one as they
+repeat it.
 """
 
 from __future__ import annotations
@@ -166,13 +168,17 @@ class Survivors:
         experts = self.experts
         own = [num_passes, state, experts.num_passes, experts.num_moves, experts.is_whole]
         of_all = self.ranks.all_gather(torch.tensor([own])).T
-        passes, _, experts_passes, moves, are_whole = of_all.tolist()
-        assert len(set(passes)) == 1, f"{members.replicas} are in different passes: {passes}"
+        passes, states, experts_passes, moves, are_whole = of_all.tolist()
+        behind = {state for each, state in zip(passes, states) if each < max(passes)}
+        assert max(passes) - min(passes) <= 1, f"{members.replicas} are in passes {passes}"
+        assert UNFINISHED not in behind, f"{members.replicas} have not completed {passes}: {states}"
         repeat = (of_all[1].view(-1, self.num_parts) == UNFINISHED).any(1).tolist()
         experts.num_passes = max(experts_passes)  # a pass that is repeated counts twice
         numbers = [i * self.num_parts + part for i in members.replicas for part in range(self.num_parts)]
         experts.keep(numbers, is_known=len(set(moves)) == 1 and all(are_whole))
         self.have_regrouped()
+        if num_passes < max(passes):
+            return False, False
         return repeat[members.replicas.index(self.own_replica)], any(repeat)
 
     # --8<-- [end:regroup]

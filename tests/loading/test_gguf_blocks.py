@@ -54,6 +54,21 @@ def test_layers_stay_in_their_blocks(
             assert torch.equal(torch.cat([part[name] for part in ranks], dim), found[name])
     monkeypatch.setattr(plan, "read_config", lambda _: config)
     same_logits(model, file)
+    # Live weights come whole, as tensors or in a folder, and are rounded to blocks.
+    name = "model.layers.0.self_attn.k_proj"
+    doubled = model.state_dict()[f"{name}.weight"].mul_(2).clone()
+    model.save_pretrained(tmp_path / "other")
+    llm = LLM(str(file), panel="reference")
+    scale = llm.assembly.model.state_dict()[f"{name}.weight_scale"]
+    for change in ("from_folder", "from_tensors"):
+        scale.fill_(0)
+        with llm.weight_updates() as updates:
+            if change == "from_folder":
+                updates.from_folder(str(tmp_path / "other"))
+            else:
+                updates.from_tensors({f"{name}.weight": doubled})
+        expected = 2 * found[f"{name}.weight_scale"].abs()  # of Q4_0 the largest value over 8, here over 7
+        assert torch.allclose(scale, expected, rtol=0.15)
 
 
 @pytest.mark.gpu

@@ -93,6 +93,23 @@ def fails_at(name: str, number: int, group: int) -> Plant:
     return plant
 
 
+def late(each: ScheduleInStep) -> None:
+    """It misses another one behind pass 4, when the lead of its replica is in pass 5 already."""
+    groups, target = groups_of(dispatch_of(each).all_ranks), each.survivors.tp  # type: ignore[union-attr]
+    inner, seen = target.all_reduce, [0]
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        result = inner(x)
+        if x.shape == (1,):  # behind a pass
+            seen[0] += 1
+            if seen[0] == 4:
+                time.sleep(1.0)
+                fail(groups, 1)
+        return result
+
+    target.all_reduce = all_reduce
+
+
 HALF_DONE: dict[str, dict[int, Plant]] = {
     "one rank has the last layer, the other one has not": {5: fails_at("run", 12, 2)},
     "one rank misses the other one behind the pass": {4: fails_at("all_reduce", 6, 1)},
@@ -107,6 +124,13 @@ def test_ranks_of_a_replica_repeat_a_pass_together(folders: dict[str, str], pane
     """Or not at all: replicas that have completed it take part in that of the others."""
     config = make_config(folders["qwen3-moe"], **DIVIDED, **PANELS[panel])
     threads = Divided(config, {2: DEATHS["after a pass"], **HALF_DONE[faults]})
+    threads.check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_rank_is_late_behind_a_pass(folders: dict[str, str], panel: str) -> None:
+    config = make_config(folders["qwen3-moe"], **DIVIDED, **PANELS[panel])
+    threads = Divided(config, {2: DEATHS["before a pass"], 5: late})
     threads.check(folders["qwen3-moe"], 2, (0, 1, 4, 5))
 
 
