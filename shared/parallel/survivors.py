@@ -163,15 +163,13 @@ class Survivors:
 
     # --8<-- [start:regroup]
     def _take_over(self, members: Members, num_passes: int, state: int) -> tuple[bool, bool]:
-        """Place the experts. `num_passes`, `state`: of this rank. Returns whether
-        its replica has to repeat the last pass, and whether any has."""
+        """Place the experts. Returns whether the replica repeats the pass, and any does."""
         experts = self.experts
         own = [num_passes, state, experts.num_passes, experts.num_moves, experts.is_whole]
         of_all = self.ranks.all_gather(torch.tensor([own])).T
         passes, states, experts_passes, moves, are_whole = of_all.tolist()
         behind = {state for each, state in zip(passes, states) if each < max(passes)}
-        assert max(passes) - min(passes) <= 1, f"{members.replicas} are in passes {passes}"
-        assert UNFINISHED not in behind, f"{members.replicas} have not completed {passes}: {states}"
+        assert max(passes) - min(passes) <= (UNFINISHED not in behind), f"in passes {passes}: {states}"
         repeat = (of_all[1].view(-1, self.num_parts) == UNFINISHED).any(1).tolist()
         experts.num_passes = max(experts_passes)  # a pass that is repeated counts twice
         numbers = [i * self.num_parts + part for i in members.replicas for part in range(self.num_parts)]
