@@ -169,7 +169,8 @@ class Survivors:
         of_all = self.ranks.all_gather(torch.tensor([own])).T
         passes, states, experts_passes, moves, are_whole = of_all.tolist()
         behind = {state for each, state in zip(passes, states) if each < max(passes)}
-        assert max(passes) - min(passes) <= (UNFINISHED not in behind), f"in passes {passes}: {states}"
+        may_go_on = max(passes) - min(passes) <= 1 and UNFINISHED not in behind
+        assert may_go_on, f"{members.replicas} are in passes {passes}: {states}"
         repeat = (of_all[1].view(-1, self.num_parts) == UNFINISHED).any(1).tolist()
         experts.num_passes = max(experts_passes)  # a pass that is repeated counts twice
         numbers = [i * self.num_parts + part for i in members.replicas for part in range(self.num_parts)]
