@@ -233,7 +233,7 @@ def main() -> None:
     for _ in range(MOST_RESTARTS):
         tasks = tasks_of(libraries, arguments.like, ended)
         try:
-            run_seeds(tasks, arguments.seeds, arguments.json, arguments.processes, goes_on, arguments.seeds)
+            run_seeds(tasks, arguments.seeds, arguments.json, arguments.processes, goes_on)
             break
         except Ends as end:
             ended.add(end.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -14,6 +15,8 @@ from concurrent.futures import (
     ProcessPoolExecutor,
     wait,
 )
+from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +24,8 @@ Alarms = tuple[int, int, list[str]]
 """Cases checked, cases refused, and alarms of one seed."""
 Rows = dict[str, dict[str, Any]]
 WRITE_SECONDS = 5.0
-FEW = 100
-"""Seeds that every task has before the cheapest ones go on."""
+STAYS = 2.0
+"""A process leaves its task when another has so many times the work left."""
 
 
 class Task(NamedTuple):
@@ -95,15 +98,20 @@ class ThisProcess(Executor):
         return future
 
 
-def pool_of(processes: int) -> Executor:
+def executors_of(processes: int) -> list[Executor]:
+    """One of each process: it goes on with the task whose kernels it has loaded, which takes seconds."""
     if processes == 1:
-        return ThisProcess()
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+        return [ThisProcess()]
+    context = multiprocessing.get_context("spawn")
+    return [ProcessPoolExecutor(1, mp_context=context) for _ in range(processes)]
 
 
-def warm_up(pool: Executor, tasks: list[Task], goes_on: Callable[[], bool]) -> None:
+def warm_up(executors: list[Executor], tasks: list[Task], goes_on: Callable[[], bool]) -> None:
     calls = sorted((case, i) for i, task in enumerate(tasks) for case in range(task.cases))
-    left = {pool.submit(tasks[i].run, 0, tasks[i].names, case) for case, i in calls}
+    left = {
+        executor.submit(tasks[i].run, 0, tasks[i].names, case)
+        for executor, (case, i) in zip(cycle(executors), calls, strict=False)
+    }
     while left and goes_on():
         left = wait(left, timeout=1.0).not_done
     for each in left:
@@ -116,43 +124,50 @@ def run_seeds(
     path: Path,
     processes: int,
     goes_on: Callable[[], bool] = lambda: True,
-    few: int = FEW,
 ) -> Rows:
-    """The task with the fewest seeds is next; when all have `few`, the one that ends first by the time of its
-    seeds. Other seeds of a task wait for its first one. A task that raises ends; `Ends`, and the end of a
-    process, end all. No seed begins when `goes_on()` is false."""
+    """The next seed is of the task that has most left to do for each process at it, so that all end together.
+    Other seeds of a task wait for its first one. A task that raises ends; `Ends`, and the end of a process,
+    end all. No seed begins when `goes_on()` is false."""
     record = Record(path)
     following = {key: min(map(record.next_seed, task.names)) for key, task in tasks.items()}
     first = dict(following)
-    running: dict[Future[dict[str, Alarms]], tuple[str, int, float]] = {}
+    running: dict[Future[dict[str, Alarms]], tuple[Executor, str, int, float]] = {}
     fastest: dict[str, float] = {}
+    last: dict[Executor, str] = {}
 
-    def urgency(key: str) -> tuple[int, bool, float]:
-        done, rank = following[key], tasks[key].rank
-        return (rank, False, done) if done < few else (rank, True, (seeds - done) * fastest.get(key, 0.0))
+    def next_task(executor: Executor) -> str | None:
+        at_it = Counter(key for _, key, *_ in running.values())
 
-    def next_task() -> str | None:
-        if not goes_on():
-            return None
+        def urgency(key: str) -> tuple[int, float]:
+            left = (seeds - following[key]) * fastest.get(key, 1.0) / (1 + at_it[key])
+            return -tasks[key].rank, left * (STAYS if last.get(executor) == key else 1.0)
+
         free = [
             key for key, seed in following.items() if seed < seeds and (key in fastest or seed == first[key])
         ]
-        return min(free, key=urgency, default=None)
+        return max(free, key=urgency, default=None) if goes_on() else None
 
-    with pool_of(processes) as pool:
+    executors = executors_of(processes)
+    with ExitStack() as pools:
+        for each in executors:
+            pools.enter_context(each)
         try:
             if processes > 1:
-                warm_up(pool, [each for key, each in tasks.items() if following[key] < seeds], goes_on)
+                warm_up(executors, [each for key, each in tasks.items() if following[key] < seeds], goes_on)
             while True:
-                while len(running) < processes and (key := next_task()) is not None:
+                busy = {executor for executor, *_ in running.values()}
+                for executor in executors:
+                    if executor in busy or (key := next_task(executor)) is None:
+                        continue
                     seed, task = following[key], tasks[key]
                     names = [each for each in task.names if seed >= record.next_seed(each)]
-                    running[pool.submit(task.run, seed, names)] = key, seed, time.monotonic()
-                    following[key] += 1
+                    begun = time.monotonic()
+                    running[executor.submit(task.run, seed, names)] = executor, key, seed, begun
+                    following[key], last[executor] = seed + 1, key
                 if not running:
                     return record.rows
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    key, seed, begun = running.pop(future)
+                    _, key, seed, begun = running.pop(future)
                     try:
                         result = future.result()
                     except Ends as end:
@@ -170,4 +185,5 @@ def run_seeds(
                     fastest[key] = min(fastest.get(key, float("inf")), time.monotonic() - begun)
         finally:
             record.write()
-            pool.shutdown(wait=False, cancel_futures=True)
+            for each in executors:
+                each.shutdown(wait=False, cancel_futures=True)
