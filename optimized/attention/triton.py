@@ -9,7 +9,7 @@ not fill the GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ POOL_DTYPES = (*DTYPES, *FP8_TYPES)
 class TritonPlan:
     forward_batch: ForwardBatch
     counters: torch.Tensor  # int32, zeros between launches: see decode_attention
+    num_keys: int = 0  # of the longest prompt; 0 in a CUDA graph
 
     @property
     def is_tree(self) -> bool:
@@ -74,16 +75,19 @@ class TritonAttention(interface.AttentionBackend):
     def plan(self, forward_batch: ForwardBatch) -> TritonPlan:
         if forward_batch.batch_size * self.num_kv_heads > self.counters.numel():
             self.counters = self._new_counters(forward_batch.batch_size)
-        return TritonPlan(forward_batch, self.counters)
+        is_prompt = forward_batch.forward_mode.is_prefill
+        return TritonPlan(
+            forward_batch, self.counters, max(forward_batch.seq_lens_cpu, default=0) if is_prompt else 0
+        )
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> TritonPlan:
-        return self.plan(forward_batch)
+        return replace(self.plan(forward_batch), num_keys=0)
 
     def replan(self, plan: TritonPlan, forward_batch: ForwardBatch) -> None:
         """Nothing: the kernels read the batch's buffers."""
 
     def plan_ragged(self, forward_batch: ForwardBatch) -> TritonPlan:
-        return self.plan(forward_batch)
+        return self.plan_for_graph(forward_batch, 0)
 
     def run(
         self,
@@ -117,7 +121,7 @@ class TritonAttention(interface.AttentionBackend):
             return tree_attention(q, k_buffer, v_buffer, *where, **options, tree_mask=batch.tree_mask)
         options["custom_mask"] = batch.custom_mask
         new_tokens = (batch.extend_seq_lens, batch.extend_start_loc)
-        return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options)
+        return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options, num_keys=plan.num_keys)
 
     def _new_counters(self, batch_size: int) -> torch.Tensor:
         return torch.zeros(batch_size * self.num_kv_heads, dtype=torch.int32, device=self.kv_pool.device)

@@ -38,6 +38,8 @@ BATCH_SIZES = (1, 65, 1025)
 TILE_ROWS = (16, 32, 64, 128)
 """Query heads of a KV head and of a prompt's tokens, together: attention has tiles of so many."""
 LONG_PROMPT = 256
+NUM_KEYS = 8192
+"""Cached tokens and new ones, which attention divides into parts."""
 NUM_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Prefill steps beyond the captured ones: a layer of experts chooses its tiles by them."""
 SAMPLING: tuple[dict[str, object], ...] = (
@@ -73,6 +75,9 @@ def prefill_batches(
         if num_requests <= min(config.max_running_requests, num_tokens) and num_tokens <= most:
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
+    long = prompts([1], device)  # of many keys
+    length = min(config.context_len, NUM_KEYS)
+    yield replace(long, seq_lens=torch.full_like(long.seq_lens, length), seq_lens_cpu=(length,))
     if model.rope.mrope_section:
         for num_tokens in {min(n, most, config.context_len) for n in (1, MANY_TOKENS)}:
             batch = prompts([num_tokens], device)

@@ -109,7 +109,7 @@ def extend(
     masked: bool = False,
     **options: Any,
 ) -> None:
-    batch = 4
+    batch = 1 if "num_keys" in options else 4
     q, *others = _attention(head_dim, group, batch, tokens, dtype, kv_dtype)
     new = torch.empty(2, batch, dtype=torch.int64)
     mask = torch.empty(1 << 20, dtype=torch.bool) if masked else None
@@ -302,6 +302,7 @@ def _launches() -> dict[str, Launch]:
                 add(tree, name, head_dim, 4, tokens, DTYPES[dtype])
         add(extend, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
         add(tree, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
+        add(extend, f"d{head_dim}-m128-bf16-parts", head_dim, 4, 32, torch.bfloat16, num_keys=9999)
         add(extend, f"d{head_dim}-m128-bf16-masked", head_dim, 4, 32, torch.bfloat16, masked=True)
         for dtype in DTYPES:
             add(deterministic, f"d{head_dim}-g4-{dtype}", head_dim, 4, DTYPES[dtype])

@@ -11,7 +11,8 @@ window.
 
 The grid is an upper bound from the shapes alone ([tiles, num_kv_heads]). The device finds the request of a
 tile from extend_seq_lens, and tiles beyond the last one return. So a CUDA graph can hold the launch. The last
-tiles of a request, which have the most keys, come first.
+tiles of a request, which have the most keys, come first. If the tiles of one long request would leave many
+multiprocessors without work, its keys are divided into parts, which tree_attention's second launch merges.
 """
 
 from __future__ import annotations
@@ -28,19 +29,26 @@ from diptych.optimized.kernels.attention.paged_softmax import (
     scores_of,
     slots_at,
 )
+from diptych.optimized.kernels.attention.split_kv import INTERPRETED_CTAS
+from diptych.optimized.kernels.attention.tree_attention import _merge_kernel, _part_of
 from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, prompts_block, rounded
+
+MAX_PARTS = 16
+MERGED_KEYS = 16 if INTERPRETED else 512
+"""A merge takes about as long per part as a tile takes for so many keys."""
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr,
+    parts_ptr, maxima_ptr, sums_ptr,  # as in tree_attention
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, extend_seq_lens_ptr, extend_start_loc_ptr,
     batch_size, scale, v_scale, logit_cap, window,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_out, stride_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    IS_PART: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     if USE_PDL:
@@ -93,7 +101,11 @@ def _extend_kernel(
     k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
     if not (HAS_MASK or HAS_WINDOW):
         seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
-        for start in range(0, seen_by_all, BLOCK_N):
+        if IS_PART:
+            key_start, part_end, _ = _part_of(seq_len, 0, tl.program_id(2), tl.num_programs(2), BLOCK_N)
+            key_end = tl.minimum(key_end, part_end)
+            seen_by_all = tl.maximum(tl.minimum(seen_by_all, part_end), key_start)
+        for start in range(key_start, seen_by_all, BLOCK_N):
             slots = slots_at(row_ptr, start + offs_n, PAGE_SIZE)
             k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
             k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
@@ -124,16 +136,23 @@ def _extend_kernel(
         v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
 
-    if HAS_SINKS:
-        sink = LOG2_E * tl.load(sinks_ptr + heads).to(tl.float32)
-        new_largest = tl.maximum(largest, sink)
-        rescale = tl.exp2(largest - new_largest)
-        total = total * rescale + tl.exp2(sink - new_largest)
-        acc = acc * rescale[:, None]
-    if HAS_MASK:
-        total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
-    out_tile = out_ptr + q_rows[:, None] * stride_out + heads[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_tile, rounded(acc / total[:, None] * v_scale, out_ptr.dtype.element_ty), mask=mask_q)
+    if IS_PART:
+        NUM_HEADS = tl.num_programs(0) * GROUP
+        out_rows = (tl.program_id(2) * num_queries + q_rows) * NUM_HEADS + heads
+        tl.store(parts_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_q)
+        tl.store(maxima_ptr + out_rows, largest, mask=live_rows)
+        tl.store(sums_ptr + out_rows, total, mask=live_rows)
+    else:
+        if HAS_SINKS:
+            sink = LOG2_E * tl.load(sinks_ptr + heads).to(tl.float32)
+            new_largest = tl.maximum(largest, sink)
+            rescale = tl.exp2(largest - new_largest)
+            total = total * rescale + tl.exp2(sink - new_largest)
+            acc = acc * rescale[:, None]
+        if HAS_MASK:
+            total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
+        out_tile = out_ptr + q_rows[:, None] * stride_out + heads[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(out_tile, rounded(acc / total[:, None] * v_scale, out_ptr.dtype.element_ty), mask=mask_q)
 
 
 def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -> dict[str, int]:
@@ -167,6 +186,16 @@ def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes))
 
 
+def _num_parts(num_tiles: int, num_keys: int, num_ctas: int) -> int:
+    """Into how many parts the keys of one request are divided, so that it takes the shortest time. A
+    multiprocessor has one of `num_ctas` tiles at a time."""
+
+    def time_of(parts: int) -> float:
+        return triton.cdiv(num_tiles * parts, num_ctas) / parts + (parts - 1) * MERGED_KEYS / num_keys
+
+    return min(range(1, MAX_PARTS + 1), key=time_of)
+
+
 def extend_attention(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -185,10 +214,11 @@ def extend_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     custom_mask: torch.Tensor | None = None,
+    num_keys: int = 0,
 ) -> torch.Tensor:
     """q [num_tokens, num_qo_heads, head_dim], the last extend_seq_lens tokens of each request -> out,
     alike and contiguous. custom_mask: as in ForwardBatch. K and V in FP8 are multiplied by their scales:
-    `scale` includes that of K."""
+    `scale` includes that of K. num_keys: about as many as the longest request has; 0: not known."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     group = num_qo_heads // num_kv_heads
@@ -197,13 +227,23 @@ def extend_attention(
     k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
-    tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None, gpu_of(q.device))
+    gpu, num_parts = gpu_of(q.device), 1
+    if num_keys and batch_size == 1 and custom_mask is None and sliding_window == -1:
+        num_tiles = num_kv_heads * triton.cdiv(num_tokens * group, 128)
+        num_parts = _num_parts(num_tiles, num_keys, gpu.num_multiprocessors or INTERPRETED_CTAS)
+    rows = 128 if num_parts > 1 else max(16, rows)
+    tile = _tile(rows, block_d, q.dtype == torch.float32, custom_mask is not None, gpu)
     block_m = tile["BLOCK_M"]
     # A request's last tile may be nearly empty.
     max_tiles = triton.cdiv(num_tokens * group, block_m) + min(batch_size, num_tokens) - 1
     mask = None if custom_mask is None else custom_mask.view(torch.uint8)
-    _extend_kernel[(num_kv_heads, max_tiles)](
-        q, k_buffer, v_buffer, out, q if sinks is None else sinks, q if mask is None else mask,
+    sinks_or_any = q if sinks is None else sinks
+    parts, maxima, sums = out, out, out
+    if num_parts > 1:
+        parts = torch.empty(num_parts, *q.shape, device=q.device)
+        maxima, sums = torch.empty(2, num_parts, num_tokens, num_qo_heads, device=q.device)
+    _extend_kernel[(num_kv_heads, max_tiles, num_parts)](
+        q, k_buffer, v_buffer, out, sinks_or_any, q if mask is None else mask, parts, maxima, sums,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
         batch_size, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
@@ -212,7 +252,15 @@ def extend_attention(
         BLOCK_D=block_d, **tile,
         BLOCK_BS=prompts_block(batch_size),
         HAS_MASK=mask is not None, HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0,
-        HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        HAS_SINKS=sinks is not None, IS_PART=num_parts > 1,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **pdl_options(q),
     )  # fmt: skip
+    if num_parts > 1:
+        _merge_kernel[(num_tokens * num_qo_heads,)](
+            out, sinks_or_any, q, seq_lens, parts, maxima, sums, num_parts, v_scale,
+            NUM_QUERIES=1 << 20, NUM_HEADS=num_qo_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, PADDED=1,
+            BLOCK_N=tile["BLOCK_N"], MAX_PARTS=MAX_PARTS, HAS_WINDOW=False, HAS_SINKS=sinks is not None,
+            num_warps=1,
+        )  # fmt: skip
     return out

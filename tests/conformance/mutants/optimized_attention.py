@@ -37,5 +37,7 @@ bug("CappedAfterMasking", "Capped after masking.",
      'tl.where(sees, scores, -LOG2_E * logit_cap if HAS_CAP else float("-inf"))'))
 bug("DiagonalTilesUnmasked", "Diagonal tiles unmasked.",
     ("extend_attention", "(first_position + 1) // BLOCK_N", "(last_position + 1) // BLOCK_N"))
+bug("PartsShareTheirKeys", "Parts of a prompt's keys share some.",
+    ("extend_attention", "key_end = tl.minimum(key_end, part_end)", "part_end += BLOCK_N"))
 bug("SinkForgottenWhereKeysAreSplit", "Sink forgotten where keys are split.",
     ("split_kv", " offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)", " offs_g, offs_d, GROUP, HEAD_DIM, False)"))
