@@ -16,20 +16,26 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.tools.bench.prompt_texts import encode, held_out
 from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession, new_draft
-from diptych.shared.tools.training import train_dflash
+from diptych.shared.tools.training import own_texts, train_dflash
+from diptych.shared.tools.training.eagle3_texts import train_on_texts
+from diptych.shared.tools.training.head_layers import train_steps
+from diptych.shared.tools.training.own_texts import (
+    Target,
+    Text,
+    answered,
+    own_questions,
+    questions,
+    texts_of,
+)
 from diptych.shared.tools.training.train import TrainOptions
 from diptych.shared.tools.training.train_dflash import (
-    Target,
-    answered,
     batches,
     blocks_of,
     chosen_layers,
     chosen_mask,
+    loss_of,
     new_head,
-    questions,
     save_head,
-    texts_of,
-    train_steps,
 )
 from diptych.shared.types import SamplingParams
 
@@ -49,7 +55,7 @@ def target(llm: LLM) -> Target:
 
 
 @pytest.fixture(scope="module")
-def texts(llm: LLM, target: Target) -> list[train_dflash.Text]:
+def texts(llm: LLM, target: Target) -> list[Text]:
     return [text for text in texts_of(target, answered(llm, questions(10), 24)) if text.anchors]
 
 
@@ -81,9 +87,7 @@ def test_wrong_options_are_refused_before_anything_is_generated(
     assert problem in " ".join(result.output.replace("│", " ").split())
 
 
-def test_trained_blocks_are_the_engines(
-    target: Target, texts: list[train_dflash.Text], tmp_path: Path
-) -> None:
+def test_trained_blocks_are_the_engines(target: Target, texts: list[Text], tmp_path: Path) -> None:
     """The same blocks, each alone, by the engine's draft model over a KV pool, from the saved head."""
     head = new_head(target, 2, 0, BLOCK_LEN, seed=3)
     torch.nn.init.normal_(head.norm.weight, 1.0, 0.3)
@@ -108,18 +112,18 @@ def test_trained_blocks_are_the_engines(
             torch.testing.assert_close(hidden[row, column], expected, atol=2e-4, rtol=1e-4)
 
 
-def test_training_lowers_the_loss(target: Target, texts: list[train_dflash.Text]) -> None:
+def test_training_lowers_the_loss(target: Target, texts: list[Text]) -> None:
     head = new_head(target, 1, 64, BLOCK_LEN, seed=0)
     options = TrainOptions(num_steps=12, learning_rate=3e-3)
     steps = batches(texts, 12, 4, 3, BLOCK_LEN, target.mask_id, seed=1)
-    losses = [float(loss) for loss in train_steps(head, target, steps, options)]
+    losses = [float(loss) for loss in train_steps(head, (loss_of(head, target, s) for s in steps), options)]
     assert losses[-1] < losses[0] - 1.0
     late = TrainOptions(num_steps=12, seconds=1e-9)
     steps = batches(texts, 12, 4, 3, BLOCK_LEN, target.mask_id, seed=1)
-    assert len(list(train_steps(head, target, steps, late))) == 1
+    assert len(list(train_steps(head, (loss_of(head, target, s) for s in steps), late))) == 1
 
 
-def test_anchors_are_tokens_of_answers(texts: list[train_dflash.Text]) -> None:
+def test_anchors_are_tokens_of_answers(texts: list[Text]) -> None:
     for blocks in batches(texts, 5, 3, 8, BLOCK_LEN, 1871, seed=2):
         for row, anchors in enumerate(blocks.anchors.tolist()):
             newest = blocks.input_ids[row, :, 0]
@@ -138,6 +142,35 @@ def test_every_turn_of_the_assistant_is_trained_on(llm: LLM) -> None:
     said = llm.tokenizer.decode([token for token, each in zip(ids[:-3], is_said) if each])
     assert said == "Mia went to the harbour.<|im_end|>"
     assert is_said[-3:] == [True] * 3
+
+
+def test_whole_texts_give_the_states_of_the_reference(
+    target: Target, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [(text.token_ids.tolist(), text.is_said.tolist()) for text in texts]
+    monkeypatch.setattr(own_texts, "attention_component", lambda _: "other")
+    for text, expected in zip(texts, texts_of(target, answers)):
+        # Rounded to bfloat16.
+        torch.testing.assert_close(text.features.float(), expected.features.float(), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(text.last.float(), expected.last.float(), atol=0.02, rtol=0.02)
+
+
+def test_a_model_asks_itself_and_knows_both_answers(llm: LLM) -> None:
+    asked = own_questions(llm, 12)
+    assert 1 <= len({str(each) for each in asked}) == len(asked) <= 12
+    ((_, said), _) = answered(llm, asked[:1] * 2, 4, temperature=5.0)
+    assert sum(said) >= 1
+
+
+def test_an_eagle3_head_learns_from_the_same_texts(target: Target, texts: list[Text], tmp_path: Path) -> None:
+    options = TrainOptions(num_steps=6, num_rows=2, learning_rate=3e-3)
+    train_on_texts(target, texts[2:], texts[:2], options, tmp_path, 300)
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["final_loss"] < 7.0
+    draft = read_draft_config(tmp_path, target.config, "eagle3")
+    assert draft.target_layers == (2, 4, 5)
+    LLM(model="tiny-dense", speculative="eagle3", speculative_draft_model=str(tmp_path), device="cpu",
+        max_total_tokens=512)  # fmt: skip
 
 
 @pytest.mark.full

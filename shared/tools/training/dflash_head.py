@@ -50,7 +50,7 @@ class DFlashHead(nn.Module):
         """embeds [num_texts, num_blocks, block_len, hidden_size] of each block: the anchor's token, and
         masks; anchors [num_texts, num_blocks]: the positions of the first; features [num_texts, text_len,
         num_features * hidden_size]. Returns what the head takes, in the form of `embeds`."""
-        context = self.hidden_norm(self.fc(features))
+        context = self.hidden_norm(self.fc(features.to(embeds.dtype)))
         text = torch.arange(features.shape[1], device=features.device)
         in_block = torch.arange(self.shape.block_len, device=features.device)
         is_before = text < anchors[..., None]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 from torch.nn import functional
 
+from diptych.shared.tools.training.train import MasterAdamW, TrainOptions
+
 OUTPUT_SCALE = 0.3
 """Of the random weights at the end of a layer's halves: at first the residual stream changes little."""
+
+
+REPORT_SECONDS = 20.0
+WARM_UP_SHARE = 0.05  # of the seconds of a training
 
 
 def attention_linears(
@@ -64,3 +73,34 @@ def init_head(head: nn.Module) -> None:
 def rounded(head: nn.Module) -> dict[str, Any]:
     """The weights as they are saved."""
     return {name: tensor.to("cpu", torch.bfloat16) for name, tensor in head.state_dict().items()}
+
+
+def train_steps(
+    head: nn.Module, losses: Iterator[torch.Tensor], options: TrainOptions
+) -> Iterator[torch.Tensor]:
+    """Train in place by losses that are computed one by one; yields each. It ends after `options.seconds`, if
+    there are any."""
+    optimizer: Any = MasterAdamW(head, options)
+    begin = time.monotonic()
+    for step, loss in enumerate(losses):
+        loss.backward()
+        share = min(1.0, (time.monotonic() - begin) / options.seconds) if options.seconds else 0.0
+        # A step may take a millisecond or a second.
+        warm_up = min(1.0, share / WARM_UP_SHARE) if options.seconds else 1.0
+        begun = options.num_warmup_steps * bool(options.seconds)
+        optimizer.step(warm_up * options.learning_rate_at(begun + step, share))
+        yield loss.detach()
+        if share == 1.0:
+            return
+
+
+def run_steps(steps: Iterator[torch.Tensor], evaluate: Callable[[], Any]) -> tuple[int, float, float]:
+    """Every REPORT_SECONDS say how the training goes; returns the steps, the last loss and the seconds."""
+    begin = reported = time.monotonic()
+    step, loss = 0, torch.tensor(0.0)
+    for step, loss in enumerate(steps, start=1):
+        now = time.monotonic()
+        if now - reported >= REPORT_SECONDS:
+            typer.echo(f"{now - begin:.0f} s, step {step}, loss {loss.item():.4f}, held out: {evaluate()}")
+            reported = now
+    return step, loss.item(), time.monotonic() - begin

@@ -1,14 +1,16 @@
 """Train a DFlash head, which drafts a block in one pass, on answers that its target itself writes.
 
 python -m diptych.shared.tools.training.train_dflash --out tiny-dense-dflash
-python -m diptych.shared.tools.training.train_dflash --target SmolLM2-135M.gguf --prompts FILE --out FOLDER
+python -m diptych.shared.tools.training.train_dflash --target SmolLM2-135M-Instruct.gguf --out FOLDER
+
+Without --prompts, models other than the built-in ones ask themselves. For SmolLM2-135M on one GPU, with a
+head of 25 MB: --features 5 --layers 4 --intermediate-size 1024 --mask-id 5 --num-prompts 16384
+--max-new-tokens 192 --temperature 0.8 --texts 16 --blocks 64 --learning-rate 1e-3 --seconds 120
 """
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -16,35 +18,30 @@ import torch
 import typer
 from safetensors.torch import save_file
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from diptych.shared.config import ModelConfig
 from diptych.shared.engine.llm import LLM
-from diptych.shared.interfaces import CausalLM
-from diptych.shared.tools.bench.prompt_texts import Asked, encode, read_prompts
-from diptych.shared.tools.conformance.oracles.model_session import ModelSession
-from diptych.shared.tools.corpus.corpus import training_chats
+from diptych.shared.loading.model_path import builtin_models
+from diptych.shared.tools.bench.prompt_texts import Asked, read_prompts
 from diptych.shared.tools.training.dflash_head import DFlashHead, DFlashShape
-from diptych.shared.tools.training.head_layers import rounded
-from diptych.shared.tools.training.train import MasterAdamW, TrainOptions, run_with_progress
-from diptych.shared.types import SamplingParams
+from diptych.shared.tools.training.eagle3_texts import train_on_texts
+from diptych.shared.tools.training.head_layers import rounded, run_steps, train_steps
+from diptych.shared.tools.training.own_texts import (
+    Answer,
+    Target,
+    Text,
+    answered,
+    own_questions,
+    questions,
+    reader_of,
+    texts_of,
+    writer_of,
+)
+from diptych.shared.tools.training.train import MAX_STEPS, TrainOptions
 
-TEXTS_AT_ONCE = 16
+REPORTED = 32  # texts of a report
 HELD_OUT = 16
-"""One answer in so many is not trained on: loss and accuracy are measured on these."""
-
-
-class Text(NamedTuple):
-    """A chat that ends with the target's answer, and the target's hidden states."""
-
-    token_ids: torch.Tensor  # [n]
-    is_said: torch.Tensor  # [n]: by the assistant, in any of its turns
-    features: torch.Tensor  # [n, num_features * hidden_size], bfloat16
-
-    @property
-    def anchors(self) -> list[int]:
-        """Any token of an answer but the last."""
-        anchors: list[int] = (self.is_said[:-1] & self.is_said[1:]).nonzero().flatten().tolist()
-        return anchors
+"""One answer in so many is not trained on: it is measured how the head does on these."""
 
 
 class Blocks(NamedTuple):
@@ -53,14 +50,8 @@ class Blocks(NamedTuple):
     anchors: torch.Tensor  # [num_texts, num_blocks]
     input_ids: torch.Tensor  # [num_texts, num_blocks, block_len]
     target_ids: torch.Tensor  # the same shape: the answer; -1: behind its end
+    last: torch.Tensor  # [num_texts, num_blocks, block_len - 1, hidden_size]: gives the logits of target_ids
     features: torch.Tensor  # [num_texts, text_len, num_features * hidden_size]
-
-
-class Target(NamedTuple):
-    model: CausalLM
-    config: ModelConfig
-    layers: tuple[int, ...]  # whose inputs the head takes
-    mask_id: int
 
 
 def chosen_layers(num_layers: int, num_features: int) -> tuple[int, ...]:
@@ -87,69 +78,21 @@ def chosen_mask(llm: LLM) -> int:
     return num_token_ids if num_token_ids < config.vocab_size else min(config.eos_token_ids)
 
 
-def questions(num: int) -> list[Asked]:
-    """Chats of the corpus up to the assistant's last words."""
-    asked: list[Asked] = []
-    for chat in islice(training_chats("dflash"), num):
-        last = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
-        asked.append([dict(message) for message in chat[:last]])
-    return asked
-
-
-def answered(llm: LLM, asked: Sequence[Asked], max_new_tokens: int) -> list[tuple[list[int], list[bool]]]:
-    """Prompts and the target's greedy answers as token ids, and which of these the assistant says."""
-    prompts = encode(llm, asked)
-    outputs: Any = llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens))
-    return [
-        (prompt + output.output_ids, said_before(llm, chat, prompt) + [True] * len(output.output_ids))
-        for chat, prompt, output in zip(asked, prompts, outputs)
-    ]
-
-
-def said_before(llm: LLM, asked: Asked, prompt: list[int]) -> list[bool]:
-    """Which tokens of a prompt are the assistant's earlier answers, with the token that ends each."""
-    is_said = [False] * len(prompt)
-    chat = [] if isinstance(asked, str) else asked
-    for i, message in enumerate(chat):
-        if message["role"] == "assistant":
-            (before,) = encode(llm, [chat[:i]])
-            for place in range(len(before), len(prompt)):
-                is_said[place] = prompt[: len(before)] == before
-                if prompt[place] in llm.assembly.model_config.eos_token_ids:
-                    break
-    return is_said
-
-
-def texts_of(target: Target, answers: Sequence[tuple[list[int], list[bool]]]) -> list[Text]:
-    """The target's hidden states, text by text."""
-    texts = []
-    for start in range(0, len(answers), TEXTS_AT_ONCE):
-        part = answers[start : start + TEXTS_AT_ONCE]
-        session = ModelSession(target.model, len(part), max(len(ids) for ids, _ in part))
-        captured = dict.fromkeys(target.layers, torch.empty(0))
-        batch = session.forward_batch({i: ids for i, (ids, _) in enumerate(part)})
-        session.hidden_states(batch, captured)
-        features = torch.cat([captured[layer] for layer in target.layers], dim=-1).to(torch.bfloat16)
-        for (ids, is_said), own in zip(part, features.split([len(ids) for ids, _ in part])):
-            token_ids, marks = (torch.tensor(row, device=own.device) for row in (ids, is_said))
-            texts.append(Text(token_ids, marks, own))
-    return texts
-
-
 def blocks_of(
     texts: Sequence[Text], anchors: Sequence[Sequence[int]], block_len: int, mask_id: int
 ) -> Blocks:
     """anchors: as many for each text, positions in its answers."""
-    rows = [text.token_ids.masked_fill(~text.is_said, -1) for text in texts]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    ids = pad_sequence([text.token_ids.masked_fill(~text.is_said, -1) for text in texts], True, -1)
     ids = functional.pad(ids, (0, block_len), value=-1)
-    features = torch.nn.utils.rnn.pad_sequence([text.features for text in texts], batch_first=True).float()
+    features = pad_sequence([text.features for text in texts], True)
+    last = functional.pad(pad_sequence([text.last for text in texts], True), (0, 0, 0, block_len))
     first = torch.tensor(anchors, device=ids.device)
     places = first[..., None] + torch.arange(block_len, device=ids.device)
     target_ids = ids.gather(1, places.flatten(1)).view_as(places)
     input_ids = torch.full_like(target_ids, mask_id)
     input_ids[..., 0] = target_ids[..., 0]
-    return Blocks(first, input_ids, target_ids, features)
+    row = torch.arange(len(texts), device=ids.device)[:, None, None]
+    return Blocks(first, input_ids, target_ids, last[row, places[..., :-1]], features)
 
 
 def batches(
@@ -164,47 +107,48 @@ def batches(
         yield blocks_of(some, anchors, block_len, mask_id)
 
 
-def loss_of(head: DFlashHead, target: Target, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and for each place of a block behind the anchor: how many there were, and how many of these
-    the head guessed [2, block_len - 1]."""
+def guesses_of(head: DFlashHead, target: Target, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which places of the blocks, behind the anchors, are of answers, and the head's logits there."""
     hidden = head(target.model.embed(blocks.input_ids), blocks.anchors, blocks.features)[..., 1:, :]
-    wanted = blocks.target_ids[..., 1:]
-    is_there = wanted >= 0
-    logits = target.model.compute_logits(hidden[is_there])
-    losses = functional.cross_entropy(logits, wanted[is_there], reduction="none")
+    is_there = blocks.target_ids[..., 1:] >= 0
+    return is_there, target.model.compute_logits(hidden[is_there])
+
+
+def loss_of(head: DFlashHead, target: Target, blocks: Blocks) -> torch.Tensor:
+    """Cross-entropy with the target's own probabilities, which say more than the token that it took."""
+    is_there, logits = guesses_of(head, target, blocks)
+    taught = target.model.compute_logits(blocks.last[is_there].to(target.dtype)).softmax(-1)
+    losses = functional.cross_entropy(logits, taught, reduction="none")
     # A draft matters only if those before it are right.
-    places = torch.arange(wanted.shape[-1], device=wanted.device)
-    weights = torch.exp(-places / (head.shape.block_len / 2)).expand(wanted.shape)[is_there]
-    loss = (losses * weights).sum() / weights.sum()
-    is_right = torch.zeros_like(is_there)
-    is_right[is_there] = logits.argmax(-1) == wanted[is_there]
-    return loss, torch.stack((is_there.flatten(0, 1).sum(0), is_right.flatten(0, 1).sum(0)))
-
-
-def train_steps(
-    head: DFlashHead, target: Target, steps: Iterator[Blocks], options: TrainOptions
-) -> Iterator[torch.Tensor]:
-    """Train in place; yields each step's loss. It ends after `options.seconds`, if there are any."""
-    optimizer: Any = MasterAdamW(head, options)
-    begin = time.monotonic()
-    for step, blocks in enumerate(steps):
-        loss, _ = loss_of(head, target, blocks)
-        loss.backward()
-        share = min(1.0, (time.monotonic() - begin) / options.seconds) if options.seconds else 0.0
-        optimizer.step(options.learning_rate_at(step, share))
-        yield loss.detach()
-        if share == 1.0:
-            return
+    places = torch.arange(is_there.shape[-1], device=logits.device)
+    weights = torch.exp(-places / (head.shape.block_len / 2)).expand(is_there.shape)[is_there]
+    return (losses * weights).sum() / weights.sum()
 
 
 @torch.no_grad()
-def evaluate(head: DFlashHead, target: Target, texts: Sequence[Text]) -> list[float]:
-    """How often the head guesses each place of a block, over all anchors of the texts."""
+def evaluate(head: DFlashHead, target: Target, texts: Sequence[Text]) -> dict[str, Any]:
+    """How often the head guesses each place of a block, over all anchors of the texts, and how many tokens a
+    verification gives when the texts are drafted block by block."""
     counts = torch.zeros(2, head.shape.block_len - 1, dtype=torch.int64)
+    num_tokens = num_verifications = 0
     for text in texts:
         blocks = blocks_of([text], [text.anchors], head.shape.block_len, target.mask_id)
-        counts += loss_of(head, target, blocks)[1].cpu()
-    return [round(float(right / max(there, 1)), 4) for there, right in counts.T]
+        is_there, logits = guesses_of(head, target, blocks)
+        is_right = torch.zeros_like(is_there)
+        is_right[is_there] = logits.argmax(-1) == blocks.target_ids[..., 1:][is_there]
+        counts += torch.stack((is_there[0].sum(0), is_right[0].sum(0))).cpu()
+        accepted = dict(zip(text.anchors, is_right[0].long().cumprod(-1).sum(-1).tolist()))
+        place = text.anchors[0]
+        while place <= text.anchors[-1]:
+            num = accepted.get(place, 0) + 1
+            num_tokens += num * (place in accepted)
+            num_verifications += place in accepted
+            place += num
+    return {
+        "num_answers": len(texts),
+        "tokens_per_verification": round(num_tokens / num_verifications, 3),
+        "right_by_place": [round(float(right / max(there, 1)), 4) for there, right in counts.T],
+    }
 
 
 def new_head(
@@ -219,7 +163,7 @@ def new_head(
     head, model = DFlashHead(shape), cast("Any", target.model)
     if not config.norm_unit_offset:  # what the target's output projection is made for
         head.norm.weight.data.copy_(model.model.norm.weight)
-    return head.to(next(model.parameters()).device)
+    return head.to(target.device, target.dtype)
 
 
 def save_head(head: DFlashHead, target: Target, folder: Path) -> None:
@@ -254,16 +198,33 @@ def save_head(head: DFlashHead, target: Target, folder: Path) -> None:
     save_file(rounded(head), folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def written(
+    target: str, reader: LLM, prompts: Path | None, num: int, how: tuple[int, float, float]
+) -> tuple[list[Asked], list[Answer]]:
+    """Questions, and answers to them. how: the last arguments of `answered`."""
+    writer = writer_of(target, reader)
+    if prompts is not None:
+        asked = read_prompts(prompts)[:num]
+    else:
+        asked = questions(num) if target in builtin_models() else own_questions(writer, num)
+    answers = answered(writer, asked, *how)
+    return asked[: len(answers)], answers
+
+
 def main(
     out: Annotated[Path, typer.Option(help="the folder to write")],
     target: Annotated[
         str, typer.Option(help="a built-in model, a folder, a GGUF file or an id")
     ] = "tiny-dense",
-    prompts: Annotated[Path | None, typer.Option(help="one a line; default: chats of the corpus")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="one a line; default: chats of the corpus, or the target asks itself")
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=2, help="answers to train on and measure with")] = 1536,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="of every second answer")] = 0.0,
+    writing_seconds: Annotated[float, typer.Option(min=0, help="begin no answers later; 0: all")] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
-    seconds: Annotated[float, typer.Option(min=0, help="end the steps after so long; 0: never")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0, help="train so long instead")] = 0.0,
     texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 8,
     blocks: Annotated[int, typer.Option(min=1, help="blocks of each text")] = 32,
     block_len: Annotated[int, typer.Option(min=2, help="tokens of a block, the newest one included")] = 8,
@@ -273,39 +234,47 @@ def main(
     mask_id: Annotated[int, typer.Option(min=-1, help="-1: the first id without a token")] = -1,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
     seed: Annotated[int, typer.Option(help="seeds weights and anchors")] = 0,
+    eagle3: Annotated[
+        Path | None, typer.Option(help="train an EAGLE-3 head on the same texts too, into this folder")
+    ] = None,
+    draft_vocabulary: Annotated[int, typer.Option(min=1, help="tokens that it drafts")] = 8192,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
 ) -> None:
     """Write answers with the target, train a head on them and save it."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    llm = LLM(
-        model=target, panel="reference", device=device, dtype="float32", max_running_requests=64,
-        disable_radix_cache=True,
-    )  # fmt: skip
-    config = llm.assembly.model_config
+    reader = reader_of(target, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = reader.assembly.model_config
     if mask_id >= config.vocab_size:
         raise typer.BadParameter(f"--mask-id is {mask_id}; {target} has ids below {config.vocab_size}")
     known = Target(
-        llm.assembly.parts.model_runner.model, config, chosen_layers(config.num_hidden_layers, features),
-        chosen_mask(llm) if mask_id < 0 else mask_id,
+        reader.assembly.parts.model_runner.model, config, chosen_layers(config.num_hidden_layers, features),
+        chosen_mask(reader) if mask_id < 0 else mask_id,
     )  # fmt: skip
-    asked = questions(num_prompts) if prompts is None else read_prompts(prompts)[:num_prompts]
-    check_texts(texts, len(asked), "prompts")
-    lessons = [text for text in texts_of(known, answered(llm, asked, max_new_tokens)) if text.anchors]
-    held_out, trained = lessons[::HELD_OUT], [t for i, t in enumerate(lessons) if i % HELD_OUT]
-    check_texts(texts, len(lessons), "answers of two tokens and more")
-    head = new_head(known, layers, intermediate_size, block_len, seed)
+    check_texts(texts, num_prompts, "prompts")
+    asked, answers = written(
+        target, reader, prompts, num_prompts, (max_new_tokens, temperature, writing_seconds)
+    )
+    held_out = texts_of(known, answers[::HELD_OUT])
+    trained = texts_of(known, [answer for i, answer in enumerate(answers) if i % HELD_OUT])
+    check_texts(texts, len(trained) + len(held_out), "answers of two tokens and more")
+    steps = MAX_STEPS if seconds else steps
     options = TrainOptions(steps, texts, blocks * block_len, learning_rate, seed=seed, seconds=seconds)
+    head = new_head(known, layers, intermediate_size, block_len, seed)
     made = batches(trained, steps, texts, blocks, block_len, known.mask_id, seed)
-    num_steps, loss, elapsed = run_with_progress(train_steps(head, known, made, options), options)
+    losses = (loss_of(head, known, each) for each in made)
+    num_steps, loss, elapsed = run_steps(
+        train_steps(head, losses, options), lambda: evaluate(head, known, held_out[:REPORTED])
+    )
     save_head(head, known, out)
-    right = evaluate(head, known, held_out)
     record = {
         "target": target, "num_answers": len(trained), "steps": num_steps, "seconds": round(elapsed, 1),
         "final_loss": round(loss, 4), "num_parameters": sum(p.numel() for p in head.parameters()),
-        "held_out": {"num_answers": len(held_out), "right_by_place": right},
+        "held_out": evaluate(head, known, held_out),
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    typer.echo(f"held-out answers, right by place: {', '.join(f'{share:.1%}' for share in right)}")
+    (out / "held_out.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in asked[::HELD_OUT]))
+    typer.echo(f"held out: {record['held_out']}")
+    if eagle3 is not None:
+        train_on_texts(known, trained, held_out, options, eagle3, draft_vocabulary)
 
 
 if __name__ == "__main__":

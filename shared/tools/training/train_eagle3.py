@@ -6,7 +6,7 @@ python -m diptych.shared.tools.training.train_eagle3 --out shared/assets/tiny-de
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from diptych.shared.tools.corpus.corpus import held_out_questions
 from diptych.shared.tools.corpus.exchange import Message
 from diptych.shared.tools.training.acceptance import save_card
 from diptych.shared.tools.training.eagle3_head import Eagle3Head, Eagle3Shape, Slots, at_slots, find_slots
+from diptych.shared.tools.training.head_layers import rounded
 from diptych.shared.tools.training.packing import Batch, ChatEncoder, PackedBatches, batch_loader, pack
 from diptych.shared.tools.training.train import MasterAdamW, TrainOptions, document_mask, run_with_progress
 
@@ -112,6 +113,12 @@ def losses_of(head: Eagle3Head, lesson: Lesson, batch: Batch, num_steps: int) ->
     return losses
 
 
+def weighted(losses: Losses) -> torch.Tensor:
+    found = torch.stack(losses.cross_entropy)
+    weights = STEP_DECAY ** torch.arange(len(found), device=found.device)
+    return found @ weights / weights.sum()
+
+
 def train_steps(
     head: Eagle3Head,
     target: PreTrainedModel,
@@ -123,9 +130,7 @@ def train_steps(
     optimizer = MasterAdamW(head, options)
     for step, batch in enumerate(batches):
         batch = Batch(*(part.to(target.device, non_blocking=True) for part in batch))
-        losses = losses_of(head, lesson_of(target, batch), batch, num_draft_steps)
-        weights = [STEP_DECAY**i for i in range(num_draft_steps)]
-        loss = torch.stack(losses.cross_entropy) @ torch.tensor(weights, device=target.device) / sum(weights)
+        loss = weighted(losses_of(head, lesson_of(target, batch), batch, num_draft_steps))
         loss.backward()
         optimizer.step(options.learning_rate_at(step))
         yield loss.detach()
@@ -165,24 +170,33 @@ def evaluate(
 
 
 def save_head(head: Eagle3Head, target: PreTrainedModel, folder: Path) -> None:
-    """The public format: config.json, and model.safetensors in bfloat16. The embedding is the target's."""
+    """The embedding is the target's."""
+    config, token_ids = target.config, torch.arange(head.shape.vocab_size)
+    save_drafting(head, folder, TARGET_LAYERS, token_ids, (config.vocab_size, config.max_position_embeddings))
+
+
+def save_drafting(
+    head: Eagle3Head, folder: Path, layers: Sequence[int], token_ids: torch.Tensor, target: tuple[int, int]
+) -> None:
+    """The public format: config.json, and model.safetensors in bfloat16. token_ids: that the rows of lm_head
+    draft, ascending. target: its vocabulary and its longest text."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape = head.shape
+    shape, (vocab_size, context_len) = head.shape, target
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "attention_bias": False,
         "mlp_bias": False,
-        "draft_vocab_size": shape.vocab_size,
+        "draft_vocab_size": len(token_ids),
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in TARGET_LAYERS],
+            "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in layers],
             "use_aux_hidden_state": True,
         },
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": target.config.max_position_embeddings,
+        "max_position_embeddings": context_len,
         "num_attention_heads": shape.num_heads,
         "num_hidden_layers": 1,
         "num_key_value_heads": shape.num_kv_heads,
@@ -191,12 +205,12 @@ def save_head(head: Eagle3Head, target: PreTrainedModel, folder: Path) -> None:
         "rope_theta": shape.rope_theta,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "vocab_size": target.config.vocab_size,
+        "vocab_size": vocab_size,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    weights = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in head.state_dict().items()}
-    weights["d2t"] = torch.zeros(shape.vocab_size, dtype=torch.int64)
-    weights["t2d"] = torch.ones(target.config.vocab_size, dtype=torch.bool)
+    weights = rounded(head)
+    weights["d2t"] = token_ids - torch.arange(len(token_ids))
+    weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
