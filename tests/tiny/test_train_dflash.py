@@ -17,7 +17,6 @@ from diptych.shared.loading.draft_weights import iterate_draft_weights
 from diptych.shared.tools.bench.prompt_texts import encode, held_out
 from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession, new_draft
 from diptych.shared.tools.training import own_texts, train_dflash
-from diptych.shared.tools.training.eagle3_texts import train_on_texts
 from diptych.shared.tools.training.head_layers import train_steps
 from diptych.shared.tools.training.own_texts import (
     Target,
@@ -160,17 +159,6 @@ def test_a_model_asks_itself_and_knows_both_answers(llm: LLM) -> None:
     assert 1 <= len({str(each) for each in asked}) == len(asked) <= 12
     ((_, said), _) = answered(llm, asked[:1] * 2, 4, temperature=5.0)
     assert sum(said) >= 1
-
-
-def test_an_eagle3_head_learns_from_the_same_texts(target: Target, texts: list[Text], tmp_path: Path) -> None:
-    options = TrainOptions(num_steps=6, num_rows=2, learning_rate=3e-3)
-    train_on_texts(target, texts[2:], texts[:2], options, tmp_path, 300)
-    record = json.loads((tmp_path / "training.json").read_text())
-    assert record["final_loss"] < 7.0
-    draft = read_draft_config(tmp_path, target.config, "eagle3")
-    assert draft.target_layers == (2, 4, 5)
-    LLM(model="tiny-dense", speculative="eagle3", speculative_draft_model=str(tmp_path), device="cpu",
-        max_total_tokens=512)  # fmt: skip
 
 
 @pytest.mark.full

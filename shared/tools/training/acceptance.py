@@ -38,7 +38,7 @@ guesses its next tokens. It is there to see speculative decoding at work without
   |---|---|---|
 {acceptance}
 
-Made by
+Made by an earlier form of `train_dflash --eagle3`,
 
     {commands}
 

@@ -11,16 +11,18 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
+from diptych.shared.loading.model_path import ASSETS
 from diptych.shared.tools.training.acceptance import save_card
 from diptych.shared.tools.training.packing import PackedBatches
-from diptych.shared.tools.training.train_eagle3 import TARGET
 
 NUM_BATCHES = 8
 
 
 def count_said(vocab_size: int) -> torch.Tensor:
     """How often assistants say each token in NUM_BATCHES batches of text, [vocab_size]."""
-    texts = PackedBatches((TARGET / "tokenizer.json").read_text(), "draft vocabulary", NUM_BATCHES, 64, 1024)
+    texts = PackedBatches(
+        (ASSETS / "tiny-dense" / "tokenizer.json").read_text(), "draft vocabulary", NUM_BATCHES, 64, 1024
+    )
     said = [texts[i].target_ids[texts[i].weights == 1.0] for i in range(NUM_BATCHES)]
     return torch.bincount(torch.cat(said), minlength=vocab_size)
 

@@ -36,7 +36,7 @@ class Eagle3Shape(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots of packed rows from which tokens are drafted, each tensor [num_rows, num_slots]."""
+    """The slots from which tokens are drafted, each tensor [num_rows, num_slots]."""
 
     indices: torch.Tensor  # where in the row
     is_slot: torch.Tensor  # False: there only to make rows equally long
@@ -60,24 +60,21 @@ class Eagle3Head(nn.Module):
         self,
         embeds: torch.Tensor,
         features: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor,
         slots: Slots,
         num_steps: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """embeds [num_rows, row_len, hidden_size] of the *next* token; features [num_rows, row_len,
-        num_features * hidden_size]; positions, document_ids [num_rows, row_len].
+        num_features * hidden_size]. A text in each row.
 
         For each step: log-probabilities [num_drafted, vocab_size], and which slots they belong to: bool
         [num_rows, num_slots].
         """
-        row_len = embeds.shape[1]
+        positions = torch.arange(embeds.shape[1], device=embeds.device)
         hidden = self.fc(features)
         keys, values = self.midlayer.keys_and_values(embeds, hidden, positions)
         embeds, hidden = at_slots(embeds, slots), at_slots(hidden, slots)
-        positions = positions.gather(1, slots.indices)
-        same_document = at_slots(document_ids[..., None], slots) == document_ids[:, None, :]
-        distance = slots.indices[..., None] - torch.arange(row_len, device=embeds.device)
+        distance = slots.indices[..., None] - positions
+        positions = slots.indices
 
         results, is_drafted = [], slots.is_slot
         branch: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the drafted slots, by step
@@ -88,7 +85,7 @@ class Eagle3Head(nn.Module):
                 is_drafted = is_drafted & is_drafted.roll(1, dims=1) & slots.follows
                 branch = [(k.roll(1, dims=1), v.roll(1, dims=1)) for k, v in branch]
                 branch.append(self.midlayer.keys_and_values(embeds, hidden, positions))
-            mask = same_document & (distance >= step)
+            mask = distance >= step
             hidden = self.midlayer(embeds, hidden, positions, keys, values, mask, branch)
             logits = self.lm_head(self.norm(hidden[is_drafted]))
             results.append((logits.float().log_softmax(-1), is_drafted))

@@ -24,7 +24,6 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import builtin_models
 from diptych.shared.tools.bench.prompt_texts import Asked, read_prompts
 from diptych.shared.tools.training.dflash_head import DFlashHead, DFlashShape
-from diptych.shared.tools.training.eagle3_texts import train_on_texts
 from diptych.shared.tools.training.head_layers import rounded, run_steps, train_steps
 from diptych.shared.tools.training.own_texts import (
     Answer,
@@ -38,6 +37,7 @@ from diptych.shared.tools.training.own_texts import (
     writer_of,
 )
 from diptych.shared.tools.training.train import MAX_STEPS, TrainOptions
+from diptych.shared.tools.training.train_eagle3 import train_on_texts
 
 REPORTED = 32  # texts of a report
 HELD_OUT = 16

@@ -1,187 +1,91 @@
-"""Train the EAGLE-3 head of the built-in dense model: some twenty minutes of one CPU core. (Written for a GPU
-too, where it has not been tried yet.)
-
-python -m diptych.shared.tools.training.train_eagle3 --out shared/assets/tiny-dense-eagle3
-"""
+"""Training of an EAGLE-3 head on the texts of train_dflash.py, which has the command: --eagle3 FOLDER."""
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import typer
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from torch.nn.utils.rnn import pad_sequence
 
-from diptych.shared.tools.corpus.corpus import held_out_questions
-from diptych.shared.tools.corpus.exchange import Message
-from diptych.shared.tools.training.acceptance import save_card
 from diptych.shared.tools.training.eagle3_head import Eagle3Head, Eagle3Shape, Slots, at_slots, find_slots
-from diptych.shared.tools.training.head_layers import rounded
-from diptych.shared.tools.training.packing import Batch, ChatEncoder, PackedBatches, batch_loader, pack
-from diptych.shared.tools.training.train import MasterAdamW, TrainOptions, document_mask, run_with_progress
+from diptych.shared.tools.training.head_layers import rounded, run_steps, train_steps
+from diptych.shared.tools.training.own_texts import Target, Text
+from diptych.shared.tools.training.train import TrainOptions
 
-TARGET = Path(__file__).parents[2] / "assets" / "tiny-dense"
-TARGET_LAYERS = (2, 4, 5)
-"""Whose inputs the head takes. Of six layers the usual three (2, L / 2, L - 3) would be two, and not late."""
-INTERMEDIATE_SIZE = 768
+NUM_STEPS = 4
+"""How deep drafts are unrolled."""
 STEP_DECAY = 0.8
 """How much a drafted step counts, against the one before: a step matters only if those before were right."""
+REPORTED = 32  # texts of a report
 
 
 class Lesson(NamedTuple):
-    """What the target says about a batch: inputs of the head, and what it should have guessed."""
+    """What the target says about some texts: inputs of the head, and what it should have guessed."""
 
-    embeds: torch.Tensor  # [num_rows, row_len, hidden_size], of the next token
-    features: torch.Tensor  # [num_rows, row_len, len(TARGET_LAYERS) * hidden_size]
-    target_logits: torch.Tensor  # [num_rows, num_slots, vocab_size], for the token after the next
+    embeds: torch.Tensor  # [num_texts, text_len, hidden_size], of the next token
+    features: torch.Tensor  # [num_texts, text_len, num_features * hidden_size]
+    target_logits: torch.Tensor  # [num_texts, num_slots, vocab_size], for the token after the next
     slots: Slots
 
 
-class Losses(NamedTuple):
-    """Means over the slots, one for each drafted step, and how many slots there were."""
-
-    num_drafted: list[int]
-    cross_entropy: list[torch.Tensor]
-    top1: list[torch.Tensor]  # how often the target's best token is the head's best
-    top4: list[torch.Tensor]  # ... among its best four
+def features_read(layers: Sequence[int]) -> list[int]:
+    """Which of the layers of the texts: the first, the one in the middle and the last."""
+    return sorted({0, len(layers) // 2, len(layers) - 1})
 
 
-def head_shape(target: PreTrainedModel) -> Eagle3Shape:
-    config = target.config
-    return Eagle3Shape(
-        hidden_size=config.hidden_size,
-        intermediate_size=INTERMEDIATE_SIZE,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        num_features=len(TARGET_LAYERS),
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-    )
-
-
-def new_head(target: PreTrainedModel, seed: int) -> Eagle3Head:
-    """Random, but for lm_head: it starts as the target's, with the target's final norm's weight in it."""
-    set_seed(seed)
-    head = Eagle3Head(head_shape(target)).to(target.device, target.dtype)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight * target.model.norm.weight)
-    return head
+def new_head(target: Target, seed: int) -> Eagle3Head:
+    """Random, but for lm_head: it starts as the target's, with the final norm's weight in it."""
+    config, model = target.config, cast("Any", target.model)
+    torch.manual_seed(seed)
+    shape = Eagle3Shape(
+        config.hidden_size, config.intermediate_size, config.num_qo_heads, config.num_kv_heads,
+        config.head_dim, config.vocab_size, len(features_read(target.layers)), config.rms_norm_eps,
+        config.rope.theta,
+    )  # fmt: skip
+    head = Eagle3Head(shape)
+    output = model.model.embed_tokens if model.lm_head is None else model.lm_head
+    head.lm_head.weight.data.copy_(output.weight * model.model.norm.weight)
+    return head.to(target.device, target.dtype)
 
 
 @torch.no_grad()
-def lesson_of(target: PreTrainedModel, batch: Batch) -> Lesson:
-    """Drafted are the assistant's words, from the first on: that one comes with the prompt."""
-    output = target.model(
-        input_ids=batch.input_ids,
-        attention_mask=document_mask(batch.document_ids),
-        position_ids=batch.positions,
-        use_cache=False,
-        output_hidden_states=True,
-    )
-    said = batch.weights == 1.0  # the token after this one is the assistant's
-    is_slot = torch.zeros_like(said)
-    is_slot[:, :-1] = said[:, :-1] & said[:, 1:]
+def lesson_of(target: Target, texts: Sequence[Text]) -> Lesson:
+    """Drafted are the assistant's words, from the second on: the first comes with the prompt."""
+    ids = pad_sequence([text.token_ids for text in texts], True)
+    is_said = pad_sequence([text.is_said for text in texts], True)
+    is_slot = torch.zeros_like(is_said)
+    is_slot[:, :-2] = is_said[:, 1:-1] & is_said[:, 2:]
     slots = find_slots(is_slot)
-    after = slots._replace(indices=(slots.indices + 1).clamp(max=said.shape[1] - 1))
+    after = slots._replace(indices=(slots.indices + 1).clamp(max=ids.shape[1] - 1))
+    size, read = target.config.hidden_size, features_read(target.layers)
+    features = pad_sequence([text.features for text in texts], True).unflatten(-1, (-1, size))[..., read, :]
+    last = at_slots(pad_sequence([text.last for text in texts], True), after).to(target.dtype)
     return Lesson(
-        embeds=target.model.embed_tokens(batch.input_ids.roll(-1, dims=1)),
-        features=torch.cat([output.hidden_states[layer_id] for layer_id in TARGET_LAYERS], dim=-1),
-        target_logits=target.lm_head(at_slots(output.last_hidden_state, after)),
-        slots=slots,
-    )
+        target.model.embed(ids.roll(-1, dims=1)), features.flatten(-2).to(target.dtype),
+        target.model.compute_logits(last), slots,
+    )  # fmt: skip
 
 
-def losses_of(head: Eagle3Head, lesson: Lesson, batch: Batch, num_steps: int) -> Losses:
-    drafted = head(
-        lesson.embeds, lesson.features, batch.positions, batch.document_ids, lesson.slots, num_steps
-    )
-    losses = Losses([], [], [], [])
-    for log_probs, is_drafted in drafted:
-        target_logits = lesson.target_logits[is_drafted].float()
-        losses.num_drafted.append(len(log_probs))
-        losses.cross_entropy.append(-(target_logits.softmax(-1) * log_probs).sum(-1).mean())
-        with torch.no_grad():
-            is_best = log_probs.topk(4).indices == target_logits.argmax(-1, keepdim=True)
-            losses.top1.append(is_best[:, 0].float().mean())
-            losses.top4.append(is_best.any(-1).float().mean())
-    return losses
+def loss_of(head: Eagle3Head, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and how often each step's best token is the target's [NUM_STEPS]."""
+    losses, right = [], []
+    for log_probs, is_drafted in head(lesson.embeds, lesson.features, lesson.slots, NUM_STEPS):
+        taught = lesson.target_logits[is_drafted].float()
+        losses.append(-(taught.softmax(-1) * log_probs).sum(-1).mean())
+        right.append((log_probs.argmax(-1) == taught.argmax(-1)).float().mean())
+    weights = STEP_DECAY ** torch.arange(NUM_STEPS, device=right[0].device)
+    return torch.stack(losses) @ weights / weights.sum(), torch.stack(right)
 
 
-def weighted(losses: Losses) -> torch.Tensor:
-    found = torch.stack(losses.cross_entropy)
-    weights = STEP_DECAY ** torch.arange(len(found), device=found.device)
-    return found @ weights / weights.sum()
-
-
-def train_steps(
-    head: Eagle3Head,
-    target: PreTrainedModel,
-    batches: Iterable[Batch],
-    options: TrainOptions,
-    num_draft_steps: int,
-) -> Iterator[torch.Tensor]:
-    """Train in place; yields each step's loss, still on the device."""
-    optimizer = MasterAdamW(head, options)
-    for step, batch in enumerate(batches):
-        batch = Batch(*(part.to(target.device, non_blocking=True) for part in batch))
-        loss = weighted(losses_of(head, lesson_of(target, batch), batch, num_draft_steps))
-        loss.backward()
-        optimizer.step(options.learning_rate_at(step))
-        yield loss.detach()
-
-
-def held_out_batch(target_folder: Path, num_questions: int, row_len: int) -> Batch:
-    """Held-out questions with their right answers, which are the target's in all but one of two hundred."""
-    encoder = ChatEncoder(Tokenizer.from_file(str(target_folder / "tokenizer.json")))
-    documents = encoder.encode(
-        [
-            [*question.messages, Message(role="assistant", content=question.answer)]
-            for question in held_out_questions(num_questions)
-        ]
-    )
-    num_rows = -(-sum(len(document.token_ids) for document in documents) * 5 // 4 // row_len)
-    return pack(documents, num_rows, row_len, encoder.end_of_text)
-
-
-@torch.no_grad()
-def evaluate(
-    head: Eagle3Head, target: PreTrainedModel, batch: Batch, num_steps: int, rows_at_once: int = 4
-) -> list[dict[str, float]]:
-    """Measure each drafted step, over all slots of the batch: loss, and how often the head is right."""
-    totals = torch.zeros(num_steps, 4)
-    for start in range(0, batch.input_ids.shape[0], rows_at_once):
-        part = Batch(*(each[start : start + rows_at_once].to(target.device) for each in batch))
-        lesson = lesson_of(target, part)
-        losses = losses_of(head, lesson, part, num_steps)
-        for step in range(num_steps):
-            count = losses.num_drafted[step]
-            if count > 0:
-                found = (losses.cross_entropy[step], losses.top1[step], losses.top4[step])
-                totals[step] += count * torch.tensor([*map(float, found), 1.0])
-    means = totals[:, :3] / totals[:, 3:]
-    names = ("loss", "top1", "top4")
-    return [{name: round(float(v), 4) for name, v in zip(names, step)} for step in means]
-
-
-def save_head(head: Eagle3Head, target: PreTrainedModel, folder: Path) -> None:
-    """The embedding is the target's."""
-    config, token_ids = target.config, torch.arange(head.shape.vocab_size)
-    save_drafting(head, folder, TARGET_LAYERS, token_ids, (config.vocab_size, config.max_position_embeddings))
-
-
-def save_drafting(
-    head: Eagle3Head, folder: Path, layers: Sequence[int], token_ids: torch.Tensor, target: tuple[int, int]
-) -> None:
-    """The public format: config.json, and model.safetensors in bfloat16. token_ids: that the rows of lm_head
-    draft, ascending. target: its vocabulary and its longest text."""
+def save_head(head: Eagle3Head, target: Target, token_ids: torch.Tensor, folder: Path) -> None:
+    """The public format: config.json, and model.safetensors in bfloat16. The embedding is the target's.
+    token_ids: that the rows of lm_head draft, ascending."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape, (vocab_size, context_len) = head.shape, target
+    shape, vocab_size = head.shape, target.config.vocab_size
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -189,14 +93,14 @@ def save_drafting(
         "mlp_bias": False,
         "draft_vocab_size": len(token_ids),
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in layers],
+            "eagle_aux_hidden_state_layer_ids": [target.layers[i] - 1 for i in features_read(target.layers)],
             "use_aux_hidden_state": True,
         },
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": context_len,
+        "max_position_embeddings": target.config.context_len,
         "num_attention_heads": shape.num_heads,
         "num_hidden_layers": 1,
         "num_key_value_heads": shape.num_kv_heads,
@@ -214,71 +118,29 @@ def save_drafting(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def record_of(
-    command: str, head: Eagle3Head, options: TrainOptions, num_steps: int, draft_steps: int
-) -> dict[str, Any]:
-    """What training.json says before anything is measured; `num_steps` of the schedule were made."""
-    is_gpu = head.fc.weight.is_cuda
-    return {
-        "name": "eagle3",
-        "command": command,
-        "device": f"one {torch.cuda.get_device_name()}" if is_gpu else "one core of a busy CPU",
-        "torch": torch.__version__,
-        "num_tokens": num_steps * options.num_rows * options.row_len,
-        "row_len": options.row_len,
-        "draft_steps": draft_steps,
-        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
-    }
+def train_on_texts(
+    target: Target, trained: Sequence[Text], held_out: Sequence[Text], options: TrainOptions, out: Path,
+    vocabulary: int,
+) -> None:  # fmt: skip
+    """Train a head, cut it to the `vocabulary` tokens that answers have most often, and save it."""
+    head, dice = new_head(target, options.seed), random.Random(options.seed)
 
+    def losses() -> Iterator[torch.Tensor]:
+        for _ in range(options.num_steps):
+            yield loss_of(head, lesson_of(target, dice.sample(trained, options.num_rows)))[0]
 
-def finish(
-    head: Eagle3Head, target: PreTrainedModel, folder: Path, record: dict[str, Any], num_questions: int
-) -> None:
-    """Write the head, measure what was written (weights rounded to bfloat16, run in float32), record it."""
-    save_head(head, target, folder)
-    head.load_state_dict({name: each.to(torch.bfloat16) for name, each in head.state_dict().items()})
-    questions = held_out_batch(TARGET, num_questions, record["row_len"])
-    held_out = evaluate(head, target, questions, num_steps=5)
-    record = {**record, "held_out": {"num_questions": num_questions, "steps": held_out}}
-    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    save_card(folder)
-    for step, means in enumerate(held_out, start=1):
-        typer.echo(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
+    @torch.no_grad()
+    def evaluate() -> dict[str, Any]:
+        right = [loss_of(head, lesson_of(target, [text]))[1] for text in held_out[:REPORTED]]
+        return {"right_by_step": [round(share, 4) for share in torch.stack(right).nanmean(0).tolist()]}
 
-
-def main(
-    out: Annotated[Path, typer.Option(help="the folder to write")],
-    steps: Annotated[int, typer.Option(help="optimizer steps of the schedule")] = 1500,
-    stop_after: Annotated[int, typer.Option(help="of these, make so many; 0: all")] = 0,
-    rows: Annotated[int, typer.Option(help="packed rows a step")] = 2,
-    row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
-    draft_steps: Annotated[int, typer.Option(help="how deep drafts are unrolled in training")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
-    seed: Annotated[int, typer.Option(help="seeds the weights and the training text")] = 0,
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
-    questions: Annotated[int, typer.Option(help="held-out questions to measure with")] = 100,
-) -> None:
-    """Train the EAGLE-3 head of the built-in dense model and measure it on held-out questions."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    network: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    network = network.to(device).eval()
-    network.requires_grad_(False)
-    head = new_head(network, seed)
-    options = TrainOptions(steps, rows, row_len, learning_rate, seed=seed)
-    num_steps = min(stop_after or steps, steps)
-    dataset = PackedBatches((TARGET / "tokenizer.json").read_text(), seed, num_steps, rows, row_len)
-    workers = max(1, (os.cpu_count() or 2) - 2) if device == "cuda" else 0
-    losses = train_steps(head, network, batch_loader(dataset, workers), options, draft_steps)
-    _, loss, seconds = run_with_progress(losses, options)
-    command = (
-        f"python -m diptych.shared.tools.training.train_eagle3 --out {out} --steps {steps} "
-        f"--stop-after {num_steps} --rows {rows} --row-len {row_len} --draft-steps {draft_steps} "
-        f"--learning-rate {learning_rate} --seed {seed}"
-    )
-    record = record_of(command, head, options, num_steps, draft_steps)
-    record |= {"seconds": round(seconds, 1), "final_loss": round(loss, 5)}
-    finish(head, network, out, record, questions)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    num_steps, loss, elapsed = run_steps(train_steps(head, losses(), options), evaluate)
+    said = torch.cat([text.token_ids[text.is_said] for text in trained])
+    counts = torch.bincount(said, minlength=target.config.vocab_size)
+    token_ids = counts.topk(min(vocabulary, len(counts))).indices.sort().values
+    record = {"steps": num_steps, "seconds": round(elapsed, 1), "final_loss": round(loss, 4)} | evaluate()
+    head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight.data[token_ids])
+    save_head(head, target, token_ids.cpu(), out)
+    record["num_parameters"] = sum(parameter.numel() for parameter in head.parameters())
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    typer.echo(f"EAGLE-3, held out: {record}")
