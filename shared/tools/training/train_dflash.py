@@ -198,6 +198,16 @@ def save_head(head: DFlashHead, target: Target, folder: Path) -> None:
     save_file(rounded(head), folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def finish(
+    head: DFlashHead, target: Target, held_out: Sequence[Text], record: dict[str, Any], out: Path
+) -> None:
+    save_head(head, target, out)
+    record["num_parameters"] = sum(parameter.numel() for parameter in head.parameters())
+    record["held_out"] = evaluate(head, target, held_out)
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    typer.echo(f"held out: {record['held_out']}")
+
+
 def written(
     target: str, reader: LLM, prompts: Path | None, num: int, how: tuple[int, float, float]
 ) -> tuple[list[Asked], list[Answer]]:
@@ -264,15 +274,9 @@ def main(
     num_steps, loss, elapsed = run_steps(
         train_steps(head, losses, options), lambda: evaluate(head, known, held_out[:REPORTED])
     )
-    save_head(head, known, out)
-    record = {
-        "target": target, "num_answers": len(trained), "steps": num_steps, "seconds": round(elapsed, 1),
-        "final_loss": round(loss, 4), "num_parameters": sum(p.numel() for p in head.parameters()),
-        "held_out": evaluate(head, known, held_out),
-    }  # fmt: skip
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    record = {"target": target, "num_answers": len(trained), "steps": num_steps, "seconds": round(elapsed, 1)}
+    finish(head, known, held_out, record | {"final_loss": round(loss, 4)}, out)
     (out / "held_out.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in asked[::HELD_OUT]))
-    typer.echo(f"held out: {record['held_out']}")
     if eagle3 is not None:
         train_on_texts(known, trained, held_out, options, eagle3, draft_vocabulary)
 
