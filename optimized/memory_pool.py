@@ -78,6 +78,9 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         ends = first + num
         assert ends.max() <= self.max_len, f"positions up to {ends.max()} do not fit a row of {self.max_len}"
         values = _on_cpu(slots).astype(np.int32)
+        if len(rows) == 1:  # a long prefix: a slice takes a fifth of the time of an index for each position
+            self._write_slice(rows[0], first[0], ends[0], values)
+            return
         where = _ragged(rows * self.max_len + first, num)
         self.cpu_copy.reshape(-1)[where] = values
         if not self.is_on_cpu:
@@ -94,6 +97,13 @@ class ReqToTokenPool(interface.ReqToTokenPool):
     def clear(self) -> None:
         self._free_rows = deque(range(1, self.size + 1))
         self._used_rows: set[int] = set()
+
+    def _write_slice(self, row: int, start: int, end: int, values: npt.NDArray[np.int32]) -> None:
+        self.cpu_copy[row, start:end] = values
+        if not self.is_on_cpu:
+            source, is_cuda = torch.from_numpy(values), self.req_to_token.is_cuda
+            source = source.pin_memory() if is_cuda else source
+            self.req_to_token[row, start:end].copy_(source, non_blocking=is_cuda)
 
     def _copy_to_device(self, where: Array, values: npt.NDArray[np.int32]) -> None:
         """req_to_token.flatten()[where] = values, on the device: one copy, one launch, no synchronization."""

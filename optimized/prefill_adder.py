@@ -127,7 +127,7 @@ class PrefillAdder(interface.PrefillAdder):
     def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
         """Whether an added request computes a prefix of `key` that is long enough to wait for."""
         first = self._first_computed(key.token_ids, key.extra_key, matched_len)
-        before = key.token_ids[:matched_len]
+        before = key.token_ids[:matched_len] if first in self._computing else []
         return any(other.fill_key_ids[:matched_len] == before for other in self._computing.get(first, ()))
 
     def _first_computed(self, token_ids: list[int], extra_key: Hashable, start: int) -> Hashable:
