@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs, keeps_at_once
+from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
+from diptych.optimized.kernels.recurrence.decode_step import Gates, decode_step, is_decode_step
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
 from diptych.optimized.kernels.recurrence.step_tables import (
@@ -37,6 +38,8 @@ class LinearAttention(interface.LinearAttention):
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
+        num_heads = pool.inputs.shape[1] * pool.config.num_k_heads
+        self.arrived = torch.zeros(num_heads, dtype=torch.int32, device=pool.inputs.device)
 
     def plan(self, forward_batch: ForwardBatch) -> LinearSteps:
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
@@ -76,15 +79,33 @@ class LinearAttention(interface.LinearAttention):
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: LinearSteps
     ) -> torch.Tensor:
         # --8<-- [start:linear-attention-run]
-        config, i = layer.config, layer.layer_id
-        pool = self.pool
-        rows = LayerRows(pool.inputs[i], pool.recurrent[i], pool.held_inputs[i], pool.held_gates[i])
+        config, rows = layer.config, self._rows(layer)
         g, beta = g.contiguous(), beta.contiguous()
+        if is_decode_step(rows, plan):
+            return decode_step(u, g.flatten(1), beta, None, rows, self.arrived, layer, plan)
         c = convolve(u, rows, layer.conv_weight, plan)
         o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
         delta_rule(c, g, beta, o, rows, layer, plan)
         delta_chunks(c, g, beta, o, rows.states, config, plan)
-        if not keeps_at_once(rows, plan):
-            keep_inputs(u, g, beta, rows, plan)
+        keep_inputs(u, g, beta, rows, plan)
         return o
         # --8<-- [end:linear-attention-run]
+
+    def run_gated(
+        self,
+        u: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        gates: Gates,
+        layer: LinearLayer,
+        plan: LinearSteps,
+    ) -> torch.Tensor | None:
+        """As `run`, with what stands before and behind it, if the step is one launch; else None."""
+        rows = self._rows(layer)
+        if self.is_deterministic or not is_decode_step(rows, plan):
+            return None
+        return decode_step(u, a, b, gates, rows, self.arrived, layer, plan).flatten(1)
+
+    def _rows(self, layer: LinearLayer) -> LayerRows:
+        pool, i = self.pool, layer.layer_id
+        return LayerRows(pool.inputs[i], pool.recurrent[i], pool.held_inputs[i], pool.held_gates[i])

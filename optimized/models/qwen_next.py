@@ -11,16 +11,20 @@ from typing import Any
 import torch
 
 from diptych.optimized.decoder import DecoderAttention, DecoderForCausalLM, DecoderLayer
+from diptych.optimized.kernels.recurrence.decode_step import Gates
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.layers import Linear, MergedLinear
+from diptych.optimized.linear_attention import LinearAttention
 from diptych.shared.config import ModelConfig
 from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.linear_attention import BatchLinearAttention
 from diptych.shared.modeling.delta_net_modules import GatedDeltaNetModules
 from diptych.shared.modeling.stream import Stream
 
 
 class GatedDeltaNet(GatedDeltaNetModules):
     linear_class = Linear
+    silu = True  # the gate of the output
 
     def make_projections(self, hidden_size: int, sizes: dict[str, int]) -> None:
         self.in_proj = MergedLinear(hidden_size, sizes)
@@ -38,9 +42,23 @@ class GatedDeltaNet(GatedDeltaNetModules):
         linear = attention.linear
         assert linear is not None
         qkv, z, b, a = self.in_proj.split(x).values()
+        return self.attend(qkv, z, b, a, linear)
+
+    def attend(
+        self, u: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, linear: BatchLinearAttention
+    ) -> torch.Tensor:
+        """What stands between the projections: one launch where requests have one token each."""
+        backend, gates = (
+            linear.backend,
+            Gates(z, self.A_log, self.dt_bias, self.norm.weight, self.eps, self.silu),
+        )
+        if isinstance(backend, LinearAttention):
+            y = backend.run_gated(u, a, b, gates, self.layer, linear.plan)
+            if y is not None:
+                return y
         g, beta = decay_and_beta(a, b, self.A_log, self.dt_bias)
-        o = linear.backend.run(qkv, g, beta, self.layer, linear.plan)
-        return norm_and_gate(o, z, self.norm.weight, self.eps)
+        o = backend.run(u, g, beta, self.layer, linear.plan)
+        return norm_and_gate(o, z, self.norm.weight, self.eps, self.silu)
 
 
 class GatedAttention(DecoderAttention):

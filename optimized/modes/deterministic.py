@@ -16,7 +16,7 @@ import torch
 
 from diptych.optimized.kernels.recurrence.convolve import keep_inputs
 from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
-from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
+from diptych.optimized.kernels.recurrence.step_tables import LinearSteps
 from diptych.optimized.linear_attention import LinearAttention
 from diptych.optimized.model_runner import ModelRunner
 from diptych.optimized.sampler import Sampler
@@ -70,9 +70,7 @@ class DeterministicLinearAttention(LinearAttention):
     def run(
         self, u: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layer: LinearLayer, plan: LinearSteps
     ) -> torch.Tensor:
-        config, i = layer.config, layer.layer_id
-        pool = self.pool
-        rows = LayerRows(pool.inputs[i], pool.recurrent[i], pool.held_inputs[i], pool.held_gates[i])
+        config, rows = layer.config, self._rows(layer)
         g, beta = g.contiguous(), beta.contiguous()
         o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
         delta_tokens(u, g, beta, o, rows, layer, plan)

@@ -15,6 +15,7 @@ from diptych.optimized.kernels.moe.gathered_experts import gathered_experts
 from diptych.optimized.kernels.moe.local_experts import local_experts
 from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
+from diptych.optimized.kernels.recurrence.decode_step import Gates, decode_step
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
 from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
 from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
@@ -99,7 +100,9 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0, 
     delta_tokens(u, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     keep_inputs(u, g, beta, rows, steps)
     if not num_held:
-        convolve(u[:8], rows, weight, steps._replace(num_requests=8))  # keeps the inputs as well
+        gates = Gates(z[:8], torch.empty(heads), torch.empty(sizes[3]), torch.empty(v_dim), 1e-6, not kda)
+        arrived, layer = torch.empty(num_rows * heads, dtype=torch.int32), LinearLayer(0, config, weight)
+        decode_step(u[:8], a[:8], b[:8], gates, rows, arrived, layer, steps._replace(num_requests=8))
     norm_and_gate(o, z, torch.empty(v_dim), 1e-6, silu=not kda)
     gate_heads(o.flatten(1), z.unflatten(1, (heads, v_dim)))
 

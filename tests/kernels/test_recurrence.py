@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diptych.optimized.kernels.recurrence import decode_step
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.kernels.recurrence.step_tables import CHUNK
 from diptych.optimized.linear_attention import LinearAttention
@@ -101,6 +102,32 @@ def test_gates() -> None:
     heads, gates = normal(5, 72), normal(5, 2, 6, 24)[:, 1, :, 5:17]
     expected = heads * torch.sigmoid(gates).flatten(1)
     torch.testing.assert_close(gate_heads(heads, gates), expected)
+
+
+@pytest.mark.parametrize("columns", [128, 16])
+def test_a_decode_step_with_gates_is_its_parts(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a head's columns are those of two CTAs."""
+    monkeypatch.setattr(decode_step, "MAX_COLUMNS", columns)
+    torch.manual_seed(0)
+    a, b, z = torch.randn(2, 44).to(check_device()).split([2, 2, 40], dim=1)
+    A_log, dt_bias, weight = (torch.randn(n).to(check_device()) for n in (2, 2, 20))
+    worlds = [world_of(case_of((3, 2), (1, 1))) for _ in range(2)]
+    outputs = []
+    for world in worlds:
+        backend = LinearAttention(world.pool)
+        world.step(backend, 0)
+        _, (u, *_), batch = world.inputs_of(1)
+        plan, gates = backend.plan(batch), decode_step.Gates(z, A_log, dt_bias, weight, 1e-6, True)
+        y = backend.run_gated(u, a, b, gates, world.layer, plan) if outputs else None
+        if y is None:
+            o = backend.run(u, *decay_and_beta(a, b, A_log, dt_bias), world.layer, plan)
+            y = norm_and_gate(o, z, weight, 1e-6)
+        outputs.append(y)
+        assert not backend.arrived.any()
+    torch.testing.assert_close(*outputs)
+    for name in ("recurrent", "inputs"):
+        pools = [getattr(world.pool, name)[LAYER, world.rows] for world in worlds]
+        torch.testing.assert_close(*pools)
 
 
 class Allocations(TorchDispatchMode):

@@ -3,10 +3,11 @@
 Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
 cache that its neighbours have read.
 
-Shape: a CTA has one token and a block of channels. Where each request has one token and no drafts are held,
-it keeps the inputs as well. Otherwise keeping is a launch of its own, behind the recurrence: the first tokens
-of a step read the inputs that its last ones replace, and the recurrence goes through the held nodes. These,
-as many as were accepted, lie between a row's inputs and the new tokens.
+Shape: a CTA has a tile of tokens and channels. A thread loads 16 bytes of u at once, and what one tap reads the
+next one finds in the cache. Weights come in loads of 2 bytes, so they are read once for all of the tokens.
+Keeping inputs is a launch of its own, behind the recurrence: the first tokens of a step read the inputs that
+its last ones replace, and the recurrence goes through the held nodes. These, as many as were accepted, lie
+between a row's inputs and the new tokens.
 
 Tables, weights and what a row holds are of before the step's first launch, so a kernel may read them before
 the previous one ends.
@@ -18,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.portable import pdl_options, where_flag
+from diptych.optimized.kernels.portable import pdl_options
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -67,64 +68,44 @@ def convolved(
 
 
 @triton.jit
-def _one_token_kernel(
-    u_ptr, inputs_ptr, weight_ptr, c_ptr, requests_ptr, stores_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """The convolution of requests of one token, and the inputs that they keep."""
-    request = requests_ptr + tl.program_id(0) * NUM_FIELDS
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < C
-    token, row = tl.load(request + START), tl.load(request + ROW).to(tl.int64)
-    first_store, last_store = tl.load(request + FIRST_STORE), tl.load(request + LAST_STORE)
-    own_ptr = inputs_ptr + row * ((TAPS - 1) * C) + offs
-    has_inputs = where_flag(mask, tl.load(request + IS_FIRST) == 0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    window = ()
-    for tap in tl.static_range(TAPS - 1):
-        x = tl.load(own_ptr + tap * C, mask=has_inputs, other=0.0)
-        weight = tl.load(weight_ptr + offs * TAPS + tap, mask=mask, other=0.0)
-        total += x.to(tl.float32) * weight.to(tl.float32)
-        window += (x,)
-    weight = tl.load(weight_ptr + offs * TAPS + TAPS - 1, mask=mask, other=0.0)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    u = tl.load(u_ptr + token * STRIDE_U + offs, mask=mask, other=0.0)
-    total += u.to(tl.float32) * weight.to(tl.float32)
-    tl.store(c_ptr + token * C + offs, total / (1.0 + tl.exp(-total)), mask=mask)
-    window += (u.to(inputs_ptr.dtype.element_ty),)
-    for i in tl.static_range(TAPS - 1):
-        tl.store(own_ptr + i * C, window[i + 1], mask=mask)
-    for store in range(first_store, last_store):
-        checkpoint = tl.load(stores_ptr + 2 * store + 1)
-        for i in tl.static_range(TAPS - 1):
-            tl.store(inputs_ptr + (checkpoint * (TAPS - 1) + i) * C + offs, window[i + 1], mask=mask)
-
-
-@triton.jit
 def _convolve_kernel(
-    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, STRIDE_U,
-    C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, num_tokens,
+    STRIDE_U, C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < C
-    number = tl.load(request_of_ptr + token)
+    is_there, is_channel = tokens < num_tokens, offs < C
+    number = tl.load(request_of_ptr + tokens, mask=is_there, other=0)
     request = requests_ptr + number * NUM_FIELDS
-    first_token, is_first = tl.load(request + START), tl.load(request + IS_FIRST)
-    row = tl.load(request + ROW).to(tl.int64)
-    num_accepted = 0
+    at, row = tokens - tl.load(request + START), tl.load(request + ROW)
+    is_first = tl.load(request + IS_FIRST) != 0
+    weights = ()
+    for tap in tl.static_range(TAPS):
+        weights += (tl.load(weight_ptr + offs * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32),)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    first = at
     if NODES > 0:
-        num_accepted = tl.load(accepted_ptr + number)
-    c = convolved(
-        u_ptr, held_ptr + row * (NODES * C), inputs_ptr + row * ((TAPS - 1) * C), weight_ptr, first_token,
-        num_accepted, token - first_token, is_first, offs, mask, STRIDE_U, C, TAPS,
-    )  # fmt: skip
-    tl.store(c_ptr + token.to(tl.int64) * C + offs, c, mask=mask)
+        first += tl.load(accepted_ptr + number)
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for back in tl.static_range(TAPS):
+        mask = (is_there & (at >= back))[:, None] & is_channel[None, :]
+        x = tl.load(u_ptr + ((tokens - back) * STRIDE_U)[:, None] + offs[None, :], mask=mask, other=0.0)
+        if back > 0:  # of earlier steps
+            is_past = is_there & (at < back)
+            if NODES > 0:
+                held = (row * NODES + first - back) * C
+                mask = (is_past & (first >= back))[:, None] & is_channel[None, :]
+                x += tl.load(held_ptr + held[:, None] + offs[None, :], mask=mask, other=0.0)
+            own = (row * (TAPS - 1) + TAPS - 1 + first - back) * C
+            mask = (is_past & (first < back) & (is_first == 0))[:, None] & is_channel[None, :]
+            x += tl.load(inputs_ptr + own[:, None] + offs[None, :], mask=mask, other=0.0)
+        total += x.to(tl.float32) * weights[TAPS - 1 - back][None, :]
+    c = total / (1.0 + tl.exp(-total))
+    mask = is_there[:, None] & is_channel[None, :]
+    tl.store(c_ptr + tokens[:, None] * C + offs[None, :], c, mask=mask)
 
 
 @triton.jit
@@ -183,29 +164,16 @@ def _block(num_channels: int) -> int:
     return min(triton.next_power_of_2(num_channels), 512)
 
 
-def keeps_at_once(rows: LayerRows, steps: LinearSteps) -> bool:
-    """Whether `convolve` keeps the inputs of the step, and `keep_inputs` has nothing to do."""
-    return steps.num_single == steps.num_requests and rows.held_inputs.shape[1] == 0
-
-
 def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: LinearSteps) -> torch.Tensor:
     """u [num_tokens, num_channels], weight [num_channels, taps] -> c [num_tokens, num_channels] float32."""
     num_tokens, num_channels = u.shape
-    block = _block(num_channels)
     assert u.stride(1) == 1
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
-    grid, taps = (num_tokens, triton.cdiv(num_channels, block)), weight.shape[1]
-    if keeps_at_once(rows, steps):
-        _one_token_kernel[grid](
-            u, rows.inputs, weight, c, steps.requests, steps.stores, u.stride(0),
-            C=num_channels, TAPS=taps, BLOCK=block, **pdl_options(u),
-        )  # fmt: skip
-        return c
-    _convolve_kernel[grid](
+    _convolve_kernel[(triton.cdiv(num_tokens, 32), triton.cdiv(num_channels, 128))](
         u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
-        u.stride(0), C=num_channels, TAPS=taps, NODES=rows.held_inputs.shape[1], BLOCK=block,
-        **pdl_options(u),
+        num_tokens, u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1],
+        TOKENS=32, BLOCK=128, **pdl_options(u),
     )  # fmt: skip
     return c
 

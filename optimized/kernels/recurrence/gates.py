@@ -3,7 +3,7 @@ launch each.
 
 Roofline bound: each value read once and written once, over the memory's bandwidth; for few tokens a launch.
 
-Shape: a CTA has a token and, of the norm and of attention, one head: the norm needs all of its columns.
+Shape: a CTA has a token and, of the norm and of attention, whole heads: the norm needs all columns of one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from diptych.optimized.kernels.portable import pdl_options, rounded
 
 
 @triton.jit
+def log_decay(x, A_log):
+    """-exp(A_log) * softplus(x)"""
+    return -tl.exp(A_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def _decay_and_beta_kernel(
     a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, stride_a, stride_b,
     HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
@@ -25,15 +31,13 @@ def _decay_and_beta_kernel(
         offs += tl.program_id(1) * BLOCK
     mask, is_head = offs < HEADS * DECAYS, offs < HEADS
     dt_bias = tl.load(dt_bias_ptr + offs, mask=mask, other=0.0)
-    A = tl.exp(tl.load(A_log_ptr + offs // DECAYS, mask=mask, other=0.0))
+    A_log = tl.load(A_log_ptr + offs // DECAYS, mask=mask, other=0.0)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     a = tl.load(a_ptr + token * stride_a + offs, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + token * stride_b + offs, mask=is_head, other=0.0).to(tl.float32)
-    x = a + dt_bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    tl.store(g_ptr + token * (HEADS * DECAYS) + offs, -A * softplus, mask=mask)
+    tl.store(g_ptr + token * (HEADS * DECAYS) + offs, log_decay(a + dt_bias, A_log), mask=mask)
     tl.store(beta_ptr + token * HEADS + offs, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
 
 
@@ -58,20 +62,28 @@ def decay_and_beta(
 
 @triton.jit
 def _norm_and_gate_kernel(
-    o_ptr, z_ptr, weight_ptr, y_ptr, eps, stride_z,
-    HEADS: tl.constexpr, V: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    o_ptr, z_ptr, weight_ptr, y_ptr, num_rows, eps, stride_z,
+    HEADS: tl.constexpr, V: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    token, head, offs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    mask = offs < V
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    rows, offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (offs < V)[None, :]
+    weight = tl.load(weight_ptr + offs, mask=offs < V, other=0.0)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    o = tl.load(o_ptr + (token * HEADS + head) * V + offs, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + token * stride_z + head * V + offs, mask=mask, other=0.0).to(tl.float32)
-    normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * weight
+    tile = (rows * V)[:, None] + offs[None, :]
+    z_rows = rows // HEADS * stride_z + rows % HEADS * V
+    o = tl.load(o_ptr + tile, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + z_rows[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    normed = o * tl.rsqrt(tl.sum(o * o, axis=1) / V + eps)[:, None] * weight[None, :]
     y = (normed * z if SILU else normed) / (1.0 + tl.exp(-z))
-    tl.store(y_ptr + (token * HEADS + head) * V + offs, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + tile, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+def _rows(num_rows: int) -> tuple[int, int]:
+    """(heads, warps) of a CTA. With one head each, most of a long prompt's time is the starting of CTAs."""
+    return (16, 4) if num_rows >= 2048 else (1, 1)
 
 
 def norm_and_gate(
@@ -82,26 +94,30 @@ def norm_and_gate(
     num_tokens, heads, v_dim = o.shape
     assert z.stride(1) == 1
     y = torch.empty(num_tokens, heads * v_dim, dtype=z.dtype, device=z.device)
-    _norm_and_gate_kernel[(num_tokens, heads)](
-        o, z, weight, y, eps, z.stride(0), HEADS=heads, V=v_dim, SILU=silu,
-        BLOCK=triton.next_power_of_2(v_dim), num_warps=1, **pdl_options(z),
+    rows, num_warps = _rows(num_tokens * heads)
+    _norm_and_gate_kernel[(triton.cdiv(num_tokens * heads, rows),)](
+        o, z, weight, y, num_tokens * heads, eps, z.stride(0), HEADS=heads, V=v_dim, SILU=silu, ROWS=rows,
+        BLOCK=triton.next_power_of_2(v_dim), num_warps=num_warps, **pdl_options(z),
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _gate_heads_kernel(
-    o_ptr, gate_ptr, stride_o, stride_gate, stride_gate_head,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    o_ptr, gate_ptr, num_rows, stride_o, stride_gate, stride_gate_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    token, head, offs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    mask = offs < HEAD_DIM
+    rows, offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (offs < HEAD_DIM)[None, :]
+    token, head = rows // HEADS, rows % HEADS
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    o_ptr += token * stride_o + head * HEAD_DIM + offs
-    gate = tl.load(gate_ptr + token * stride_gate + head * stride_gate_head + offs, mask=mask, other=0.0)
-    y = tl.load(o_ptr, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))
+    o_ptr += (token * stride_o + head * HEAD_DIM)[:, None] + offs[None, :]
+    gate_ptr += (token * stride_gate + head * stride_gate_head)[:, None] + offs[None, :]
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(o_ptr, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
     tl.store(o_ptr, rounded(y, o_ptr.dtype.element_ty), mask=mask)
 
 
@@ -111,8 +127,10 @@ def gate_heads(o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     num_tokens, heads, head_dim = gate.shape
     assert o.shape == (num_tokens, heads * head_dim)
     assert o.stride(1) == gate.stride(2) == 1
-    _gate_heads_kernel[(num_tokens, heads)](
-        o, gate, o.stride(0), gate.stride(0), gate.stride(1),
-        HEAD_DIM=head_dim, BLOCK=triton.next_power_of_2(head_dim), num_warps=1, **pdl_options(o),
+    rows, num_warps = _rows(num_tokens * heads)
+    _gate_heads_kernel[(triton.cdiv(num_tokens * heads, rows),)](
+        o, gate, num_tokens * heads, o.stride(0), gate.stride(0), gate.stride(1), HEADS=heads,
+        HEAD_DIM=head_dim, ROWS=rows, BLOCK=triton.next_power_of_2(head_dim), num_warps=num_warps,
+        **pdl_options(o),
     )  # fmt: skip
     return o

@@ -128,3 +128,7 @@ OPTIMIZED(
     "HoldsNoGates", "Decay and write strength of accepted drafts are those of an earlier step.",
     ("kernels.recurrence.convolve", "if tl.program_id(1) == 0:", "if tl.program_id(1) < 0:"),
 )  # fmt: skip
+OPTIMIZED(
+    "MovesInputsEarly", "The first value head of a key head replaces the inputs that the others read.",
+    ("kernels.recurrence.decode_step", "== READERS - 1", "== 0"),
+)  # fmt: skip
