@@ -1,6 +1,7 @@
 """Linear attention in Triton: a request of one new token is a step of the recurrence, prompts go in chunks.
 
-Differs from reference: the convolution of all tokens is one launch. A state is read and written once a step.
+Differs from reference: a step of single tokens is one launch, of which the models' own gates and norm are a
+part (`run_gated`). The convolution of all tokens is one launch. A state is read and written once a step.
 Prompts are GEMMs over chunks of 64 tokens (kernels/recurrence/delta_chunks.py). Chunks end at
 multiples of 64 from position 0, so a prompt that goes on from a checkpoint has the chunks of one that began
 at 0. The plan of a step is one copy of integers, and decode and verify steps run in CUDA graphs. How many
