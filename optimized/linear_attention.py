@@ -16,7 +16,7 @@ import torch
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.decode_step import Gates, decode_step, is_decode_step
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
-from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
+from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
 from diptych.optimized.kernels.recurrence.step_tables import (
     LayerRows,
     LinearSteps,
@@ -84,10 +84,11 @@ class LinearAttention(interface.LinearAttention):
         g, beta = g.contiguous(), beta.contiguous()
         if is_decode_step(rows, plan):
             return decode_step(u, g.flatten(1), beta, None, rows, self.arrived, layer, plan)
-        c = convolve(u, rows, layer.conv_weight, plan)
         o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
-        delta_rule(c, g, beta, o, rows, layer, plan)
-        delta_chunks(c, g, beta, o, rows.states, config, plan)
+        delta_tokens(u, g, beta, o, rows, layer, plan, plan.num_single, plan.single)
+        if plan.num_single < plan.num_requests:
+            c = convolve(u, rows, layer.conv_weight, plan)
+            delta_chunks(c, g, beta, o, rows.states, config, plan)
         keep_inputs(u, g, beta, rows, plan)
         return o
         # --8<-- [end:linear-attention-run]

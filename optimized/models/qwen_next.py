@@ -1,8 +1,7 @@
 """Qwen3-Next and Qwen3.5: most layers have linear attention, the others attention with a gate.
 
 Differs from reference: as decoder.py does. The four projections of a linear layer are one GEMM; what is
-between them and the recurrence is a kernel, and so is what is behind it, and the gates of attention. Where
-requests have one token each, a kernel does all of it.
+between them and the recurrence is a kernel, and so is what is behind it, and the gates of attention.
 """
 
 from __future__ import annotations

@@ -73,6 +73,8 @@ class DeterministicLinearAttention(LinearAttention):
         config, rows = layer.config, self._rows(layer)
         g, beta = g.contiguous(), beta.contiguous()
         o = u.new_empty(len(u), config.num_v_heads, config.v_head_dim)
-        delta_tokens(u, g, beta, o, rows, layer, plan)
+        delta_tokens(u, g, beta, o, rows, layer, plan, plan.num_single, plan.single)
+        num_long = plan.num_requests - plan.num_single
+        delta_tokens(u, g, beta, o, rows, layer, plan, num_long, plan.long)
         keep_inputs(u, g, beta, rows, plan)
         return o

@@ -26,7 +26,7 @@ ONE_PANEL = {  # section of the reference: why its twin does not have it
     "models/qwen_next.py:gated-delta-net": "the same steps, in kernels",
     "models/qwen_next.py:gated-attention": "the same steps over one GEMM",
     "linear_attention.py:convolve": "a kernel, optimized/kernels/recurrence/convolve.py",
-    "linear_attention.py:delta-rule": "a kernel, optimized/kernels/recurrence/delta_rule.py",
+    "linear_attention.py:delta-rule": "a kernel, optimized/kernels/recurrence/delta_tokens.py",
 }
 
 _MARKER = re.compile(r"# --8<-- \[(start|end):([a-z0-9-]+)\]$", re.MULTILINE)

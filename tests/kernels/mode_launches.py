@@ -17,7 +17,6 @@ from diptych.optimized.kernels.moe.moe_align import align
 from diptych.optimized.kernels.recurrence.convolve import convolve, keep_inputs
 from diptych.optimized.kernels.recurrence.decode_step import Gates, decode_step
 from diptych.optimized.kernels.recurrence.delta_chunks import delta_chunks
-from diptych.optimized.kernels.recurrence.delta_rule import delta_rule
 from diptych.optimized.kernels.recurrence.delta_tokens import delta_tokens
 from diptych.optimized.kernels.recurrence.gates import decay_and_beta, gate_heads, norm_and_gate
 from diptych.optimized.kernels.recurrence.step_tables import LayerRows, LinearSteps
@@ -95,9 +94,8 @@ def linear_attention(dtype: torch.dtype, num_held: int = 0, num_nodes: int = 0, 
     weight = torch.empty(config.num_channels, config.conv_kernel, dtype=dtype)
     g, beta = decay_and_beta(a, b, torch.empty(heads), torch.empty(sizes[3]))
     c, o = convolve(u, rows, weight, steps), u.new_empty(num_tokens, heads, v_dim)
-    delta_rule(c, g, beta, o, rows, LinearLayer(0, config, weight), steps)
     delta_chunks(c, g, beta, o, rows.states, config, steps)
-    delta_tokens(u, g, beta, o, rows, LinearLayer(0, config, weight), steps)
+    delta_tokens(u, g, beta, o, rows, LinearLayer(0, config, weight), steps, 8, steps.single)
     keep_inputs(u, g, beta, rows, steps)
     if not num_held:
         gates = Gates(z[:8], torch.empty(heads), torch.empty(sizes[3]), torch.empty(v_dim), 1e-6, not kda)

@@ -1,16 +1,15 @@
 """The causal convolution of linear attention, and the inputs that a request keeps for its next step.
 
-Roofline bound: u once in, c once out, over the memory's bandwidth. The other taps of a token are lines of the
-cache that its neighbours have read.
+Roofline bound: u once in, c once out, over the memory's bandwidth.
 
-Shape: a CTA has a tile of tokens and channels. A thread loads 16 bytes of u at once, and what one tap reads the
-next one finds in the cache. Weights come in loads of 2 bytes, so they are read once for all of the tokens.
-Keeping inputs is a launch of its own, behind the recurrence: the first tokens of a step read the inputs that
-its last ones replace, and the recurrence goes through the held nodes. These, as many as were accepted, lie
-between a row's inputs and the new tokens.
+Shape: a CTA has a tile of tokens and channels. A thread loads 16 bytes of u at once, and what one tap reads
+the next one finds in the cache. Weights come in loads of 2 bytes, so they are read once for all tokens of the
+tile. Keeping inputs is a launch of its own, behind the recurrence: the first tokens of a step read the inputs
+that its last ones replace, and the recurrence goes through the held nodes. These, as many as were accepted,
+lie between a row's inputs and the new tokens.
 
-Tables, weights and what a row holds are of before the step's first launch, so a kernel may read them before
-the previous one ends.
+Tables and weights are of before the step's first launch, so a kernel may read them before the previous one
+ends.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.optimized.kernels.portable import pdl_options
+from diptych.optimized.kernels.portable import pdl_options, where_flag
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -38,16 +37,14 @@ def _input(
     u_ptr, held_ptr, inputs_ptr, first_token, num_accepted, at, is_first, offs, mask, STRIDE_U,
     C: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Input number `at` of a step: below 0, one of earlier steps, or zero before position 0."""
-    if at >= 0:
-        x = tl.load(u_ptr + (first_token + at).to(tl.int64) * STRIDE_U + offs, mask=mask, other=0.0)
-    elif at + num_accepted >= 0:
-        x = tl.load(held_ptr + (at + num_accepted) * C + offs, mask=mask, other=0.0)
-    elif is_first != 0:
-        x = tl.load(u_ptr + offs, mask=mask & (offs < 0), other=0.0)
-    else:
-        x = tl.load(inputs_ptr + (TAPS - 1 + at + num_accepted) * C + offs, mask=mask, other=0.0)
-    return x
+    """Input number `at` of a step: below 0, one of earlier steps, or zero before position 0. No branches, so
+    that the loads of several inputs are under way at once."""
+    before = at + num_accepted
+    own, held = where_flag(mask, at >= 0), where_flag(mask, (at < 0) & (before >= 0))
+    kept = where_flag(mask, (before < 0) & (is_first == 0))
+    x = tl.load(u_ptr + (first_token + at).to(tl.int64) * STRIDE_U + offs, mask=own, other=0.0)
+    x += tl.load(held_ptr + before * C + offs, mask=held, other=0.0)
+    return x + tl.load(inputs_ptr + (TAPS - 1 + before) * C + offs, mask=kept, other=0.0)
 
 
 @triton.jit
@@ -69,9 +66,8 @@ def convolved(
 
 @triton.jit
 def _convolve_kernel(
-    u_ptr, held_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, accepted_ptr, num_tokens,
-    STRIDE_U, C: tl.constexpr, TAPS: tl.constexpr, NODES: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    u_ptr, inputs_ptr, weight_ptr, c_ptr, request_of_ptr, requests_ptr, num_tokens, STRIDE_U,
+    C: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,28 +75,20 @@ def _convolve_kernel(
     number = tl.load(request_of_ptr + tokens, mask=is_there, other=0)
     request = requests_ptr + number * NUM_FIELDS
     at, row = tokens - tl.load(request + START), tl.load(request + ROW)
-    is_first = tl.load(request + IS_FIRST) != 0
+    is_first = tl.load(request + IS_FIRST)
     weights = ()
     for tap in tl.static_range(TAPS):
         weights += (tl.load(weight_ptr + offs * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32),)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first = at
-    if NODES > 0:
-        first += tl.load(accepted_ptr + number)
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for back in tl.static_range(TAPS):
         mask = (is_there & (at >= back))[:, None] & is_channel[None, :]
         x = tl.load(u_ptr + ((tokens - back) * STRIDE_U)[:, None] + offs[None, :], mask=mask, other=0.0)
         if back > 0:  # of earlier steps
-            is_past = is_there & (at < back)
-            if NODES > 0:
-                held = (row * NODES + first - back) * C
-                mask = (is_past & (first >= back))[:, None] & is_channel[None, :]
-                x += tl.load(held_ptr + held[:, None] + offs[None, :], mask=mask, other=0.0)
-            own = (row * (TAPS - 1) + TAPS - 1 + first - back) * C
-            mask = (is_past & (first < back) & (is_first == 0))[:, None] & is_channel[None, :]
+            own = (row * (TAPS - 1) + TAPS - 1 + at - back) * C
+            mask = (is_there & (at < back) & (is_first == 0))[:, None] & is_channel[None, :]
             x += tl.load(inputs_ptr + own[:, None] + offs[None, :], mask=mask, other=0.0)
         total += x.to(tl.float32) * weights[TAPS - 1 - back][None, :]
     c = total / (1.0 + tl.exp(-total))
@@ -165,15 +153,15 @@ def _block(num_channels: int) -> int:
 
 
 def convolve(u: torch.Tensor, rows: LayerRows, weight: torch.Tensor, steps: LinearSteps) -> torch.Tensor:
-    """u [num_tokens, num_channels], weight [num_channels, taps] -> c [num_tokens, num_channels] float32."""
+    """u [num_tokens, num_channels], weight [num_channels, taps] -> c [num_tokens, num_channels] float32. That
+    of requests whose rows hold drafts is wrong: they go token by token."""
     num_tokens, num_channels = u.shape
     assert u.stride(1) == 1
     assert weight.is_contiguous()
     c = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=u.device)
     _convolve_kernel[(triton.cdiv(num_tokens, 32), triton.cdiv(num_channels, 128))](
-        u, rows.held_inputs, rows.inputs, weight, c, steps.request_of, steps.requests, steps.accepted,
-        num_tokens, u.stride(0), C=num_channels, TAPS=weight.shape[1], NODES=rows.held_inputs.shape[1],
-        TOKENS=32, BLOCK=128, **pdl_options(u),
+        u, rows.inputs, weight, c, steps.request_of, steps.requests, num_tokens, u.stride(0),
+        C=num_channels, TAPS=weight.shape[1], TOKENS=32, BLOCK=128, **pdl_options(u),
     )  # fmt: skip
     return c
 

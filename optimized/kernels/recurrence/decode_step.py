@@ -1,7 +1,7 @@
 """Linear attention of requests of one new token in one launch: convolution, delta rule, the inputs that a row
 keeps, and from a model that leaves them to it also the decay before and the norm with its gate behind.
 
-Roofline bound: that of delta_rule.py.
+Roofline bound: that of delta_tokens.py.
 
 Shape: a CTA has one request and one value head: the norm needs all of its columns. q and k are computed again
 for each value head of a key head; they are short. Tables, weights and what a row holds are of before the
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from diptych.optimized.kernels.portable import pdl_options, rounded, where_flag
-from diptych.optimized.kernels.recurrence.delta_rule import load_decay, unit
+from diptych.optimized.kernels.recurrence.delta_tokens import load_decay, unit
 from diptych.optimized.kernels.recurrence.gates import log_decay, norm_and_gate
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,

@@ -266,7 +266,7 @@ def delta_chunks(
     config: LinearAttentionConfig,
     steps: LinearSteps,
 ) -> None:
-    """As `delta_rule`, for the requests of several tokens."""
+    """As `delta_tokens`, behind the convolution, for the requests of several tokens."""
     num_long = steps.num_requests - steps.num_single
     if not num_long:
         return

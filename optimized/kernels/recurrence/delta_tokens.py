@@ -1,15 +1,21 @@
-"""The convolution and the gated delta rule token by token, for deterministic mode: the bits of a token follow
-from the tokens before it alone.
+"""The convolution and the gated delta rule token by token: for verify steps, single tokens beside prompts and
+deterministic mode, where the bits of a token follow from the tokens before it alone.
+
+In a verify step a request has several nodes, which are not written to its state: it is that behind the nodes
+of the last step that were accepted, and so are those of the tokens behind them.
 
 Every kind of step runs one compiled kernel. Its loop has the same instructions for each token: of a prompt,
 of a chunk, of a decoding request, of a draft, and of a draft of the last step that was accepted. So it does
 not matter how tokens are divided into steps. Numbers that differ from step to step are no constants of the
 kernel: a constant makes another kernel, which may add in another order.
 
-Roofline bound: that of delta_rule.py for requests of one token. A prompt is as many dependent steps as it has
-tokens, so latency bounds it, and it loses to the GEMMs of delta_chunks.py.
+Roofline bound, of requests of one token: 2 * num_requests * num_v_heads * k_head_dim * v_head_dim * 4 bytes
+over the memory's bandwidth. A prompt is as many dependent steps as it has tokens, so latency bounds it, and
+it loses to the GEMMs of delta_chunks.py.
 
-Shape: as delta_rule.py: a CTA has one request, one value head and a block of the columns of its state.
+Shape: a CTA has one request, one value head and a block of the columns of its state: columns do not depend on
+each other, so a tile stays in registers. q and k are computed again by each CTA; they are short. The state is
+of an earlier step, so its loads do not wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +26,6 @@ import triton.language as tl
 
 from diptych.optimized.kernels.portable import pdl_options
 from diptych.optimized.kernels.recurrence.convolve import convolved
-from diptych.optimized.kernels.recurrence.delta_rule import load_decay, tile, unit
 from diptych.optimized.kernels.recurrence.step_tables import (
     FIRST_STORE,
     IS_FIRST,
@@ -35,15 +40,31 @@ from diptych.optimized.kernels.recurrence.step_tables import (
 from diptych.shared.interfaces.linear_attention import LinearLayer
 
 
+@triton.jit
+def unit(x, axis: tl.constexpr):
+    """x divided by its length."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=axis, keep_dims=True) + 1e-6)
+
+
+@triton.jit
+def load_decay(g_ptr, k_offs, k_mask, DECAYS: tl.constexpr):
+    """g of a value head: a number, or [BLOCK_K, 1], one for each channel of k."""
+    if DECAYS == 1:
+        g = tl.load(g_ptr)
+    else:
+        g = tl.load(g_ptr + k_offs, mask=k_mask, other=0.0)[:, None]
+    return g
+
+
 @triton.jit(do_not_specialize=["num_nodes", "stride_u"])
 def _delta_tokens_kernel(
     u_ptr, g_ptr, beta_ptr, o_ptr, states_ptr, inputs_ptr, held_ptr, gates_ptr, weight_ptr,
-    requests_ptr, stores_ptr, accepted_ptr, num_nodes, stride_u, scale,
+    order_ptr, requests_ptr, stores_ptr, accepted_ptr, num_nodes, stride_u, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
     NODES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAYS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    number, head = tl.program_id(0), tl.program_id(1)
+    number, head = tl.load(order_ptr + tl.program_id(0)), tl.program_id(1)
     k_offs, v_offs = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = k_offs < K, v_offs < V
     request = requests_ptr + number * NUM_FIELDS
@@ -105,6 +126,11 @@ def _delta_tokens_kernel(
             tl.store(row_ptr + tile, state, mask=mask)
 
 
+def tile(v_head_dim: int) -> tuple[int, int]:
+    """(columns of the state, warps) of a CTA."""
+    return min(max(triton.next_power_of_2(v_head_dim), 16), 64), 4
+
+
 def delta_tokens(
     u: torch.Tensor,
     g: torch.Tensor,
@@ -113,15 +139,21 @@ def delta_tokens(
     rows: LayerRows,
     layer: LinearLayer,
     steps: LinearSteps,
+    num_requests: int,
+    order: torch.Tensor,
 ) -> None:
-    """u [num_tokens, num_channels]; g, beta [num_tokens, num_v_heads] float32. Writes o [num_tokens,
-    num_v_heads, v_head_dim] and the states of rows and checkpoints, those of all requests."""
+    """u [num_tokens, num_channels]; g, beta [num_tokens, num_v_heads] float32; g may be one for each channel
+    of k. Writes o [num_tokens, num_v_heads, v_head_dim] and the states of rows and checkpoints, those of the
+    `num_requests` requests in `order`."""
     config = layer.config
     block_v, num_warps = tile(config.v_head_dim)
     assert u.stride(1) == 1
-    _delta_tokens_kernel[(steps.num_requests, config.num_v_heads, triton.cdiv(config.v_head_dim, block_v))](
+    if not num_requests:
+        return
+    _delta_tokens_kernel[(num_requests, config.num_v_heads, triton.cdiv(config.v_head_dim, block_v))](
         u, g, beta, o, rows.states, rows.inputs, rows.held_inputs, rows.held_gates, layer.conv_weight,
-        steps.requests, steps.stores, steps.accepted, steps.num_nodes, u.stride(0), config.k_head_dim**-0.5,
+        order, steps.requests, steps.stores, steps.accepted, steps.num_nodes, u.stride(0),
+        config.k_head_dim**-0.5,
         HEADS=config.num_v_heads, GROUP=config.num_v_heads // config.num_k_heads, K=config.k_head_dim,
         V=config.v_head_dim, TAPS=config.conv_kernel, NODES=rows.held_inputs.shape[1],
         BLOCK_K=max(triton.next_power_of_2(config.k_head_dim), 16), BLOCK_V=block_v,
