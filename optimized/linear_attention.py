@@ -102,7 +102,7 @@ class LinearAttention(interface.LinearAttention):
         layer: LinearLayer,
         plan: LinearSteps,
     ) -> torch.Tensor | None:
-        """As `run`, with what stands before and behind it, if the step is one launch; else None."""
+        """Do what stands before and behind `run`, too, if the step is one launch; else None."""
         rows = self._rows(layer)
         if self.is_deterministic or not is_decode_step(rows, plan):
             return None

@@ -47,18 +47,16 @@ class GatedDeltaNet(GatedDeltaNetModules):
     def attend(
         self, u: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, linear: BatchLinearAttention
     ) -> torch.Tensor:
-        """What stands between the projections: one launch where requests have one token each."""
-        backend, gates = (
-            linear.backend,
-            Gates(z, self.A_log, self.dt_bias, self.norm.weight, self.eps, self.silu),
-        )
+        """The output before `out_proj`: one launch where requests have one token each."""
+        backend, weight = linear.backend, self.norm.weight
         if isinstance(backend, LinearAttention):
+            gates = Gates(z, self.A_log, self.dt_bias, weight, self.eps, self.silu)
             y = backend.run_gated(u, a, b, gates, self.layer, linear.plan)
             if y is not None:
                 return y
         g, beta = decay_and_beta(a, b, self.A_log, self.dt_bias)
         o = backend.run(u, g, beta, self.layer, linear.plan)
-        return norm_and_gate(o, z, self.norm.weight, self.eps, self.silu)
+        return norm_and_gate(o, z, weight, self.eps, self.silu)
 
 
 class GatedAttention(DecoderAttention):
