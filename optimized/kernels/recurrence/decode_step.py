@@ -52,7 +52,7 @@ class Gates(NamedTuple):
 
 @triton.jit
 def _held(inputs_ptr, weight_ptr, row, offs, mask, has_past, C: tl.constexpr, TAPS: tl.constexpr):
-    """The inputs that the row holds of the channels `offs`, their part of the convolution, the last weight."""
+    """The inputs that the row holds of some channels, their part of the convolution, the last weight."""
     total, window = tl.zeros(offs.shape, tl.float32), ()
     for tap in tl.static_range(TAPS - 1):
         x_ptr = inputs_ptr + (row * (TAPS - 1) + tap) * C + offs
