@@ -97,8 +97,7 @@ def _decode_step_kernel(
     q_offs_c, v_offs_c = k_head * K + k_offs, 2 * k_size + head * V + v_offs
     k_offs_c = k_size + q_offs_c
     tile, mask = head * K * V + k_offs[:, None] * V + v_offs[None, :], k_mask[:, None] & v_mask[None, :]
-    state_ptr = states_ptr + row * (HEADS * K * V)
-    state = tl.load(state_ptr + tile, mask=where_flag(mask, has_past), other=0.0)
+    state = tl.load(states_ptr + row * (HEADS * K * V) + tile, mask=where_flag(mask, has_past), other=0.0)
     q_window, q, q_weight = _held(inputs_ptr, weight_ptr, row, q_offs_c, k_mask, has_past, C, TAPS)
     k_window, k, k_weight = _held(inputs_ptr, weight_ptr, row, k_offs_c, k_mask, has_past, C, TAPS)
     v_window, v, v_weight = _held(inputs_ptr, weight_ptr, row, v_offs_c, v_mask, has_past, C, TAPS)
@@ -137,14 +136,12 @@ def _decode_step_kernel(
         o = (o * z if SILU else o) / (1.0 + tl.exp(-z))
     tl.store(o_ptr + (token * HEADS + head) * V + v_offs, rounded(o, o_ptr.dtype.element_ty), mask=v_mask)
 
-    tl.store(state_ptr + tile, state, mask=mask)
-    _keep(inputs_ptr, row, v_window, v_u, v_offs_c, v_mask, C, TAPS)
-    for store in range(first_store, last_store):
-        checkpoint = tl.load(stores_ptr + 2 * store + 1)
-        tl.store(states_ptr + checkpoint * (HEADS * K * V) + tile, state, mask=mask)
-        _keep(inputs_ptr, checkpoint, v_window, v_u, v_offs_c, v_mask, C, TAPS)
-    is_last = True
+    for store in range(first_store, last_store + 1):
+        target = row if store == last_store else tl.load(stores_ptr + 2 * store + 1)
+        tl.store(states_ptr + target * (HEADS * K * V) + tile, state, mask=mask)
+        _keep(inputs_ptr, target, v_window, v_u, v_offs_c, v_mask, C, TAPS)
     READERS: tl.constexpr = GROUP * ((V + BLOCK_V - 1) // BLOCK_V)
+    is_last = True
     if READERS > 1:
         tl.debug_barrier()
         counter_ptr = arrived_ptr + row * (HEADS // GROUP) + k_head
@@ -152,12 +149,10 @@ def _decode_step_kernel(
         if is_last:
             tl.store(counter_ptr, 0)
     if is_last:
-        _keep(inputs_ptr, row, q_window, q_u, q_offs_c, k_mask, C, TAPS)
-        _keep(inputs_ptr, row, k_window, k_u, k_offs_c, k_mask, C, TAPS)
-        for store in range(first_store, last_store):
-            checkpoint = tl.load(stores_ptr + 2 * store + 1)
-            _keep(inputs_ptr, checkpoint, q_window, q_u, q_offs_c, k_mask, C, TAPS)
-            _keep(inputs_ptr, checkpoint, k_window, k_u, k_offs_c, k_mask, C, TAPS)
+        for store in range(first_store, last_store + 1):
+            target = row if store == last_store else tl.load(stores_ptr + 2 * store + 1)
+            _keep(inputs_ptr, target, q_window, q_u, q_offs_c, k_mask, C, TAPS)
+            _keep(inputs_ptr, target, k_window, k_u, k_offs_c, k_mask, C, TAPS)
 
 
 def is_decode_step(rows: LayerRows, steps: LinearSteps) -> bool:
