@@ -4,7 +4,7 @@ python -m diptych.shared.tools.training.train_dflash --out tiny-dense-dflash
 python -m diptych.shared.tools.training.train_dflash --target SmolLM2-135M-Instruct.gguf --out FOLDER
 
 Without --prompts, models other than the built-in ones ask themselves. For SmolLM2-135M on one GPU, with a
-head of 25 MB: --features 5 --layers 4 --intermediate-size 1024 --mask-id 5 --num-prompts 16384
+head of 25 MB: --features 5 --layers 4 --intermediate-size 1024 --mask-id 5 --num-prompts 12288
 --max-new-tokens 192 --temperature 0.8 --texts 16 --blocks 64 --learning-rate 1e-3 --seconds 120
 """
 
