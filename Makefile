@@ -24,8 +24,11 @@ banner = @printf '\n\033[1m== %s ==\033[0m\n' "$(1)"
 ifeq ($(shell uname -s),Linux)
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 TORCH_INDEX ?= --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+# The tests are collected once. (With CUDA a process cannot be forked.)
+SPREAD ?= -p tests.forked_workers --forks $(WORKERS)
 endif
 endif
+SPREAD ?= -n $(WORKERS) --dist worksteal
 
 # Two questions about one story: the second finds the story in the prefix cache.
 SYSTEM := Be brief and correct.
@@ -82,7 +85,7 @@ docs: $(VENV)/.installed-test
 
 # One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
 # Byte code is kept, whatever the environment says: tests start many processes, which would all compile it anew.
-RUN_TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+RUN_TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SPREAD)
 FAST_CUT = $(RUN_TESTS) -m "not gpu and not full"
 
 pytest: $(VENV)/.installed-test

@@ -48,6 +48,14 @@ def off_diagonal(grid: list[Any]) -> list[Any]:
     return [item for item, point in zip(grid, points) if point not in diagonal]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.config.getoption("forks", 0):
+        from tests.forked import share_server
+
+        share_server()  # imports what engines and servers import, once
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SECONDS[report.nodeid.partition("::")[0]] += report.duration
 

@@ -148,6 +148,13 @@ class ForkedCommand:
         self._process.kill()
 
 
+def share_server() -> None:
+    """Processes that are forked from this one from now on use one server."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
+    forkserver.ensure_running()
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+
+
 def _command(arguments: list[str], folder: str) -> None:
     os.chdir(folder)
     sys.argv = ["diptych", *arguments]
