@@ -15,6 +15,8 @@ MOST_TESTS = 10_000
 """tests/house/test_fast_cut.py holds it; seconds depend on the computer."""
 WHOLE = ("dialect", "clause", "bug", "address", "host", "variable", "panel", "impl")
 """Parameters whose every value meets all values of the others."""
+OF_RANKS = "tests/parallel/"
+"""Tests of several engines at a time: there a panel is an axis like the others."""
 SECONDS: Counter[str] = Counter()
 """Of each file."""
 
@@ -27,7 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and len(call._idlist) > 1:
-            fixed = (repr(call.params[name]) for name in WHOLE if name in call.params)
+            whole = [name for name in WHOLE if name != "panel" or not item.nodeid.startswith(OF_RANKS)]
+            fixed = (repr(call.params[name]) for name in whole if name in call.params)
             grids.setdefault((item.nodeid.partition("[")[0], *fixed), []).append(item)
     dropped = {item for grid in grids.values() for item in off_diagonal(grid)}
     if dropped:
