@@ -148,6 +148,37 @@ class ForkedCommand:
         self._process.kill()
 
 
+class ForkedFunction(ForkedCommand):
+    """The process of a function under check: `ChildFunction` starts it with three numbers of files."""
+
+    def __init__(self, command: list[str], pass_fds: tuple[int, ...], **_: Any) -> None:
+        read, write = os.pipe()
+        self.stdout = open(read, "rb")  # noqa: SIM115
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        numbers = dict(zip(range(100, 103), pass_fds))
+        self._process = Forked(target=_serve_function, args=([*map(str, numbers)],))
+        self._process.files = {0: nothing, 1: write, 2: write, **numbers}
+        self._process.start()
+        for file in (nothing, write):
+            os.close(file)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+
+def _serve_function(numbers: list[str]) -> None:
+    os.setsid()
+    sys.argv = ["function_process", *numbers]
+    import_module("diptych.shared.tools.conformance.kernels.function_process").main()
+
+
+FUNCTIONS = SimpleNamespace(
+    Popen=ForkedFunction, PIPE=-1, STDOUT=-2, DEVNULL=-3, TimeoutExpired=subprocess.TimeoutExpired
+)
+"""In place of `subprocess`, for `ChildFunction`."""
+
+
 def share_server() -> None:
     """Processes that are forked from this one from now on use one server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])

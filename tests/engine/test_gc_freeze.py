@@ -25,9 +25,11 @@ class Knot:
 def thawed(count_frozen: Callable[[], int]) -> Iterator[None]:
     """The tests' own freezing (tests/conftest.py) is undone meanwhile."""
     gc.unfreeze()
+    gc.disable()  # else what is thawed is looked through again and again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", count_frozen)
         yield
+    gc.enable()
     gc.collect()
     gc.freeze()
 

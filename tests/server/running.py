@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,12 @@ def serving(*flags: str, command: str = "serve", own_interpreter: bool = False) 
         yield server
     finally:
         server.kill()
+
+
+def at_once(check: Callable[[Any], object], values: Iterable[Any]) -> None:
+    """Checks whose requests the server takes together: a step of several costs little more than one of one."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(check, values))
 
 
 def openai_client(server: RunningServer) -> openai.OpenAI:

@@ -179,9 +179,7 @@ def test_metrics_count_what_was_done(server: RunningServer) -> None:
 def test_pause_keeps_requests_and_readiness_says_so(server: RunningServer) -> None:
     server.wait_idle()
     for mode in ("in_place", "retract"):
-        connection = send(
-            server, "/v1/completions", {**PROMPT, "max_tokens": 300, "seed": 1, "temperature": 0.5}
-        )
+        connection = send(server, "/v1/completions", {**PROMPT, "stream": True})
         wait_until(lambda: num_live(server) == 1)
         assert post(server, "/pause_generation", {"mode": mode})[0] == 200
         assert status_of(server, "/ready") == 503
@@ -192,6 +190,8 @@ def test_pause_keeps_requests_and_readiness_says_so(server: RunningServer) -> No
         assert num_live(server) == 1
         assert post(server, "/continue_generation", b"")[0] == 200
         assert status_of(server, "/ready") == 200
+        wait_until(lambda: server.get("/server_info")["load"]["num_steps"] > steps + 3)  # noqa: B023
+        assert num_live(server) == 1
         connection.settimeout(60)
         assert connection.recv(12) == b"HTTP/1.1 200"
         connection.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.llm import LLM
-from tests.server.running import RunningServer, serving
+from tests.server.running import RunningServer, at_once, serving
 from tests.server.test_faults import SUM, post
 from tests.server.test_text import events
 from tests.server.test_text import post as post_bytes
@@ -53,13 +53,15 @@ def test_a_kept_stop_text_is_the_end_of_the_answer(server: RunningServer, name: 
     body = {"prompt": "Otto is a baker. Otto", "max_tokens": 24, "ignore_eos": True, **GREEDY}
     body["skip_special_tokens"] = False  # a stop text may contain one
     text = good(server, COMPLETIONS, body)["choices"][0]["text"]
-    for start in range(0, len(text) - 2, 11):
-        for stop in (text[start], text[start : start + 2]):
-            choice = good(server, COMPLETIONS, {**body, "stop": stop, name: True})["choices"][0]
-            assert choice["text"] == text[: text.index(stop) + len(stop)]
-            asked = {**body, "stop": stop, name: True, "stream": True}
-            chunks = events(post_bytes(server, COMPLETIONS, asked))
-            assert "".join(each["text"] for c in chunks for each in c["choices"]) == choice["text"]
+
+    def check(stop: str) -> None:
+        choice = good(server, COMPLETIONS, {**body, "stop": stop, name: True})["choices"][0]
+        assert choice["text"] == text[: text.index(stop) + len(stop)]
+        asked = {**body, "stop": stop, name: True, "stream": True}
+        chunks = events(post_bytes(server, COMPLETIONS, asked))
+        assert "".join(each["text"] for c in chunks for each in c["choices"]) == choice["text"]
+
+    at_once(check, {text[start : start + n] for start in range(0, len(text) - 2, 11) for n in (1, 2)})
 
 
 def test_matched_stop_is_null_at_the_greatest_length(server: RunningServer) -> None:
@@ -99,16 +101,18 @@ def test_two_live_requests_have_different_ids(server: RunningServer) -> None:
     refused(server, NATIVE, {**body, "rid": ""}, "rid")
 
 
-def test_a_demanded_call_that_is_cut_shows_no_markup() -> None:
+def test_a_demanded_call_that_is_cut_shows_no_markup(server: RunningServer) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
-    with serving("--tool-call-parser", "hermes") as server:
-        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-            for max_tokens in (1, 2, 4, 8, 16):
-                body = {"messages": SUM, "tools": tools, "tool_choice": choice, "max_tokens": max_tokens}
-                found = good(server, CHAT, {**body, **GREEDY})["choices"][0]
-                assert found["finish_reason"] == "length"
-                assert not found["message"]["content"]
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        body = {"messages": SUM, "tools": tools, "tool_choice": choice, **GREEDY}
+
+        def check(max_tokens: int, body: dict[str, Any] = body) -> None:
+            found = good(server, CHAT, {**body, "max_tokens": max_tokens})["choices"][0]
+            assert found["finish_reason"] == "length"
+            assert not found["message"]["content"]
+
+        at_once(check, (1, 2, 4, 8, 16))
 
 
 # ---- lists of /generate ----

@@ -11,7 +11,7 @@ import pytest
 
 from diptych.shared.loading.model_path import resolve_model_path
 from diptych.shared.text.tokenizer import Tokenizer
-from tests.server.running import RunningServer, serving
+from tests.server.running import RunningServer, at_once, serving
 
 RANDOM = {"temperature": 20.0, "n": 3, "ignore_eos": True}
 
@@ -75,13 +75,15 @@ def test_stops_cut_anywhere(server: RunningServer, length: int) -> None:
     """A stop text taken out of a known answer ends that answer right before it, wherever it lies."""
     body = {"prompt": "Count:", "max_tokens": 30, "seed": 3, "ignore_eos": True, "temperature": 20.0}
     text = json.loads(post(server, "/v1/completions", body))["choices"][0]["text"]
-    for start in range(0, len(text) - length, 13):
-        stop = text[start : start + length]
+
+    def check(stop: str) -> None:
         whole = json.loads(post(server, "/v1/completions", {**body, "stop": [stop]}))["choices"][0]
         assert whole["text"] == text[: text.index(stop)]
         assert (whole["finish_reason"], whole["matched_stop"]) == ("stop", stop)
         chunks = events(post(server, "/v1/completions", {**body, "stop": [stop], "stream": True}))
         assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole["text"]
+
+    at_once(check, {text[start : start + length] for start in range(0, len(text) - length, 13)})
 
 
 def test_token_ids_of_a_stream(server: RunningServer) -> None:
