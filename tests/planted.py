@@ -85,9 +85,11 @@ class Bugs(dict[str, Bug]):
         KINDS[kind] = self
 
     def add(
-        self, name: str, plant: Any, what: str = "", *, where: str = "", finder: str = "", says: Any = ""
+        self, name: str, plant: Any, what: str = "", *, where: Any = "", finder: str = "", says: Any = ""
     ) -> Bug:
-        """`what`: else the docstring of what is planted, or what the check says, or the name."""
+        """`what`: else the docstring of what is planted, or what the check says, or the name. `where` may be
+        the function itself."""
+        where = f"{where.__module__}.{where.__qualname__}" if callable(where) else where
         assert name not in self, f"two bugs of {self.kind} are called {name}"
         doc = (plant.__doc__ if callable(plant) else "") or ""
         what = what or " ".join(doc.partition("\n\n")[0].split()) or getattr(says, "pattern", says) or name

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from diptych.shared import registry
 from diptych.shared.tools.cli import app
-from diptych.shared.tools.commands.check_engine import parse_spec
+from diptych.shared.tools.commands.check_engine import parse_spec, prompts_of
 from diptych.shared.tools.conformance.whole_engine.engine_gate import (
     FLOOR,
     Rows,
@@ -94,7 +94,8 @@ def test_an_engine_that_claims_equal_bits_is_held_to_them(
     plant = f"{wrong_engines.__file__}:{wrong_engines.SlightNeighbours.__name__}"
     monkeypatch.setitem(registry.DETERMINISTIC["reference"], "model_runner", plant)
     monkeypatch.setitem(registry.IMPLEMENTATIONS["model_runner"], "reference", plant)
-    native = "reference,dtype=float32"
+    native, short = "reference,dtype=float32", lambda *args: [prompt[:16] for prompt in prompts_of(*args)]
+    monkeypatch.setattr("diptych.shared.tools.commands.check_engine.prompts_of", short)
     found = run(native + claim, native, tmp_path, "--num-prompts", "2", "--num-tokens", "2")
     assert found["batch invariance"] == ("fails" if claim else "holds")
 

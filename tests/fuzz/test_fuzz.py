@@ -1,4 +1,4 @@
-"""Frames and requests that are nearly right, for a time: 8 seconds in all; in the whole run HTTP has ten
+"""Frames and requests that are nearly right, for a time: 4 seconds in all; in the whole run HTTP has ten
 minutes, and so have the channels.
 
     python -m tests.fuzz.test_fuzz 1200 [SEED]
@@ -23,7 +23,7 @@ from diptych.shared.text.tokenizer import Tokenizer
 from tests.fuzz import channels, requests
 from tests.grammar.test_compiler import make
 
-SHORT, LONG = 8.0, 1200.0
+SHORT, LONG = 4.0, 1200.0
 """Seconds of all targets together, half of them for HTTP."""
 
 

@@ -129,7 +129,7 @@ def serving(*flags: str, command: str = "serve", own_interpreter: bool = False) 
 
 
 def at_once(check: Callable[[Any], object], values: Iterable[Any]) -> None:
-    """Checks whose requests the server takes together: a step of several costs little more than one of one."""
+    """Checks whose requests the server takes together: a step of several costs little more than of one."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(check, values))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.llm import LLM
-from tests.server.running import RunningServer, at_once, serving
+from tests.server.running import RunningServer, at_once
 from tests.server.test_faults import SUM, post
 from tests.server.test_text import events
 from tests.server.test_text import post as post_bytes
