@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diptych.shared.tools.cli import app
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, serving
 
 
 def bench(*arguments: str) -> Result:
@@ -113,7 +115,14 @@ def test_agents_find_their_whole_history(server: RunningServer, tmp_path: Path) 
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
 
 
-def test_agents_with_pages_and_without_a_cache(tmp_path: Path) -> None:
+@contextmanager
+def forked_server(arguments: list[str]) -> Iterator[str]:
+    with serving(*arguments) as server:
+        yield server.url
+
+
+def test_agents_with_pages_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.shared.tools.bench.serve_process.own_server", forked_server)
     file, flags = tmp_path / "a.json", ("--max-total-tokens", "2048", "--device", "cpu", "--page-size", "16")
     result = bench(*flags, *AGENTS, "--concurrency", "2", "--cache-off", "1", "-o", str(file))
     assert result.exit_code == 0, result.output
