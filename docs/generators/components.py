@@ -188,8 +188,8 @@ def check(name: str) -> str:
 @cache
 def _caught(name: str) -> Counter[str]:
     """Clause -> planted bugs of the component that it is recorded to catch."""
-    killers = json.loads(KILLERS.read_text(encoding="utf-8"))
-    return Counter(clause for key, (clause, _) in killers.items() if key.partition("-")[0] == name)
+    clauses = json.loads(KILLERS.read_text(encoding="utf-8")).get(name, {})
+    return Counter({clause: len(bugs) for clause, bugs in clauses.items()})
 
 
 def _about(path: Path) -> str:

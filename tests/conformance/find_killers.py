@@ -16,7 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not os.path.exists("/dev/nvidia0"):  # before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import json
 import sys
 from collections import Counter
 
@@ -26,7 +25,7 @@ from diptych.shared import registry
 from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, check_implementation, clauses_of
 from tests.conformance.fast_cut import fast_clauses
 from tests.conformance.killers import caught, killers, planted
-from tests.conformance.mutants.mutant import KILLERS_FILE
+from tests.conformance.mutants.mutant import write_killers
 from tests.planted import Bug
 
 MOST = 2
@@ -72,8 +71,7 @@ def main(components: list[str]) -> int:
             survivors.append(bug.name)
         else:
             known[bug.name] = killer
-    text = json.dumps(known, sort_keys=True, separators=(",", ":"))
-    KILLERS_FILE.write_text(text.replace('],"', '],\n"') + "\n")  # a bug on a line
+    write_killers(known)
     for name in survivors:
         print(f"survives: {name}")
     for component in components:

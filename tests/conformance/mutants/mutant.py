@@ -21,8 +21,19 @@ PLANTED = Bugs("clause", finder=REMEDY)
 @cache
 def killers() -> dict[str, list[str]]:
     """Name of a bug in PLANTED -> [clause, case]."""
-    found: dict[str, list[str]] = json.loads(KILLERS_FILE.read_text()) if KILLERS_FILE.is_file() else {}
-    return found
+    table = json.loads(KILLERS_FILE.read_text()) if KILLERS_FILE.is_file() else {}
+    rows = ((component, *row) for component, clauses in table.items() for row in clauses.items())
+    return {f"{component}-{bug}": [c, case] for component, c, bugs in rows for bug, case in bugs.items()}
+
+
+def write_killers(known: dict[str, list[str]]) -> None:
+    """A clause on a line."""
+    table: dict[str, dict[str, dict[str, str]]] = {}
+    for name, (clause, case) in sorted(known.items()):
+        component, _, bug = name.partition("-")
+        table.setdefault(component, {}).setdefault(clause, {})[bug] = case
+    text = json.dumps(table, separators=(",", ":"))
+    KILLERS_FILE.write_text(text.replace('},"', '},\n"') + "\n")
 
 
 def _add(component: str, name: str, what: str, impl: Any) -> Bug:
