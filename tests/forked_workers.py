@@ -1,8 +1,7 @@
-"""Runs tests in processes that are forked when all tests are collected. A plugin of pytest.
+"""Runs tests in processes that are forked when all tests are collected. A plugin of pytest. (Each process
+of pytest-xdist imports and collects all tests itself, for twenty core-seconds.)
 
     python -m pytest -p tests.forked_workers --forks 3
-
-Each process of pytest-xdist imports and collects all tests itself, for twenty core-seconds.
 """
 
 from __future__ import annotations

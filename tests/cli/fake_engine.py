@@ -56,10 +56,7 @@ class FakeLLM:
 
     def __post_init__(self) -> None:
         self.config = EngineConfig(
-            model="fake",
-            context_len=self.context_len,
-            max_total_tokens=100_000,
-            speculative=self.speculative,
+            model="fake", context_len=self.context_len, max_total_tokens=100_000, speculative=self.speculative
         )
         self.model_config = FakeModelConfig()
         self.tokenizer = FakeTokenizer()

@@ -239,10 +239,7 @@ def test_without_shrinking_the_case_stays(diptych: Diptych, tmp_path: Path) -> N
     ("code", "message"),
     [
         ("class Mine: ...", "Mine is no subclass of diptych.shared.interfaces.Sampler and lacks sample"),
-        (
-            "from diptych.shared.interfaces import Sampler\nclass Mine(Sampler): ...",
-            "Mine lacks sample",
-        ),
+        ("from diptych.shared.interfaces import Sampler\nclass Mine(Sampler): ...", "Mine lacks sample"),
         ("def Mine(): ...", "Mine is no class"),
     ],
 )

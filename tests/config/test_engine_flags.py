@@ -71,10 +71,7 @@ def test_wrong_types_are_refused_by_name_and_value(name: str) -> None:
         ),
         ({"cuda_graph_max_tokens": -1}, "cuda_graph_max_tokens must be an integer >= 0 or None, got -1"),
         ({"use": {"scheduler": 5}}, "use must be a mapping of texts to texts, got {'scheduler': 5}"),
-        (
-            {"cuda_graph_bs": (1,), "cuda_graph_max_bs": 2},
-            "graph_bs ((1,)) or cuda_graph_max_bs (2), not",
-        ),
+        ({"cuda_graph_bs": (1,), "cuda_graph_max_bs": 2}, "graph_bs ((1,)) or cuda_graph_max_bs (2), not"),
     ],
 )
 def test_messages(values: dict[str, Any], message: str) -> None:

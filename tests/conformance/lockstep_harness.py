@@ -12,11 +12,7 @@ from diptych.shared.tools.conformance.diff.outcome import Divergence, Outcome
 from diptych.shared.types import SamplingParams
 
 NUM_NEW = 5
-QUESTIONS = (
-    "What is 12 + 30?",
-    "What is 12 + 31? Mara lives in Bergen.",
-    "Write a JSON record about Mara.",
-)
+QUESTIONS = ("What is 12 + 30?", "What is 12 + 31? Mara lives in Bergen.", "Write a JSON record about Mara.")
 
 
 def engine(**flags: Any) -> LLM:

@@ -9,14 +9,7 @@ from diptych.shared.tools.conformance.clauses.case import Case, fields_of, grid,
 from diptych.shared.tools.conformance.clauses.clause import Clause
 from diptych.shared.tools.conformance.clauses.shrink import shrink, smaller_cases
 from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, clauses_of
-from tests.conformance.fast_cut import (
-    ALONE,
-    FEW,
-    MAX_COVER,
-    SLOW,
-    fast_cases,
-    pairwise_cover,
-)
+from tests.conformance.fast_cut import ALONE, FEW, MAX_COVER, SLOW, fast_cases, pairwise_cover
 
 
 class Sized(Case):

@@ -78,10 +78,7 @@ def test_float32_is_exact(folder: str) -> None:
     assert outcome.num_one_sided[0] > 0, "no prefix came from the cache"
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [("tiny-dense", "float16"), ("tiny-moe", "bfloat16")],
-)
+@pytest.mark.parametrize(("model", "dtype"), [("tiny-dense", "float16"), ("tiny-moe", "bfloat16")])
 @pytest.mark.full  # in the fast cut, the clauses of models have half types
 def test_half_types_are_close(model: str, folder: str, dtype: str) -> None:
     """With A's tokens, and of a mixture of experts with A's experts."""

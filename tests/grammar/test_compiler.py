@@ -139,8 +139,7 @@ def test_a_stop_token_that_is_plain_text_ends_no_incomplete_text(tokenizer: Toke
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in HOSTILE],
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in HOSTILE]
 )
 def test_a_hostile_grammar_is_refused_within_seconds(compiler: GrammarCompiler, name: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be compiled|takes longer|too complex|nested more"):

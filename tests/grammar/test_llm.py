@@ -183,12 +183,7 @@ def test_a_grammar_begins_behind_the_reasoning_block(llm: LLM, flags: dict[str, 
         ({}, begin, False),
     ):
         output = other.generate(
-            prompt,
-            regex="[ab]{5}",
-            **span,
-            temperature=0,
-            logit_processor=processor,
-            progress=False,
+            prompt, regex="[ab]{5}", **span, temperature=0, logit_processor=processor, progress=False
         )
         ids = output.output_ids  # type: ignore[union-attr]
         start = ids.index(comma) + 1 if has_block else 0

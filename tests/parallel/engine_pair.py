@@ -10,19 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from diptych.reference.parallel.disaggregation import (
-    DecodeSide,
-    OnePrefillEngine,
-    PrefillSide,
-)
+from diptych.reference.parallel.disaggregation import DecodeSide, OnePrefillEngine, PrefillSide
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.engine import for_prompts
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.processes.disaggregated import sent_pool_of, transport_of
 from diptych.shared.scheduling.invariants import check_idle
-from diptych.shared.types import (
-    Req,
-)
+from diptych.shared.types import Req
 from tests.parallel.tiny_ranks import answers_of_one, make_config, requests
 
 SECONDS = 20.0

@@ -312,9 +312,7 @@ def test_a_launcher_needs_a_secret_that_only_this_user_reads(
     assert cluster_secret.cluster_secret(config.cluster_secret_file) == b"f" * MIN_SECRET_BYTES
 
 
-def test_only_ranks_with_the_secret_are_followers(
-    listener: Listener,
-) -> None:
+def test_only_ranks_with_the_secret_are_followers(listener: Listener) -> None:
     config = EngineConfig(tp=3, use={"transport": "shared_memory"})
     with ThreadPoolExecutor(1) as threads, socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         stranger.sendall(msgspec.msgpack.encode(launcher.Hello(1)))

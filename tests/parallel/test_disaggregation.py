@@ -12,21 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.reference.parallel.disaggregation import (
-    DecodeSide,
-    PrefillSide,
-)
+from diptych.reference.parallel.disaggregation import DecodeSide, PrefillSide
 from diptych.reference.parallel.prompt_messages import Failed, encode
 from diptych.shared import registry
 from diptych.shared.config import EngineConfig
 from diptych.shared.engine.llm import LLM
 from diptych.shared.engine.processes.child import Child
 from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
-from diptych.shared.types import (
-    FinishAbort,
-    FinishError,
-    Req,
-)
+from diptych.shared.types import FinishAbort, FinishError, Req
 from tests.parallel.engine_pair import SECONDS, STATES, bring_to, config_of, expected_of, output_ids, pair_of
 from tests.parallel.tiny_ranks import requests
 from tests.planted import Bug, Bugs

@@ -18,10 +18,7 @@ from diptych.shared.config import EngineConfig
 from diptych.shared.engine.build.assembly import assemble
 from diptych.shared.engine.build.features.together import check_elastic_ep
 from diptych.shared.engine.processes.child import EngineProcessEnded
-from diptych.shared.engine.processes.replicas_in_step import (
-    ScheduleInStep,
-    assemble_in_step,
-)
+from diptych.shared.engine.processes.replicas_in_step import ScheduleInStep, assemble_in_step
 from diptych.shared.interfaces import MoE
 from diptych.shared.parallel.alone import ALONE
 from diptych.shared.parallel.expert_manager import ExpertManager

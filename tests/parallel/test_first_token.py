@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from diptych.shared.engine.build.assembly import assemble
-from diptych.shared.types import (
-    ForwardBatch,
-    ForwardMode,
-    LogitsOutput,
-    Req,
-    SamplingParams,
-)
+from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SamplingParams
 from tests.parallel.engine_pair import config_of, expected_of, output_ids, pair_of
 from tests.parallel.tiny_ranks import make_config, requests
 

@@ -110,10 +110,7 @@ def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ({"tp": 3}, "num_qo_heads \\(8\\) of LlamaForCausalLM"),
-        ({"tp": 0}, "tp must be an integer >= 1"),
-    ],
+    [({"tp": 3}, "num_qo_heads \\(8\\) of LlamaForCausalLM"), ({"tp": 0}, "tp must be an integer >= 1")],
 )
 def test_what_cannot_run_on_several_ranks(
     folders: dict[str, str], flags: dict[str, Any], message: str

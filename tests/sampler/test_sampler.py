@@ -54,9 +54,7 @@ def test_a_gpu_draws_the_same_tokens() -> None:
     positions = torch.arange(256)
     outputs = [
         Sampler().sample(
-            logits.to(device),
-            make_sampling_batch_info(reqs, 5000, device),
-            positions.to(device),
+            logits.to(device), make_sampling_batch_info(reqs, 5000, device), positions.to(device)
         )
         for device in ("cpu", "cuda")
     ]

@@ -150,11 +150,7 @@ def test_an_abort_ends_a_request_of_a_paused_engine(driver: Driver) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "is_refused"),
-    [
-        ({"dp": 2}, True),
-        ({"disaggregation": True}, True),
-        ({"dp": 2, "dp_attention": True}, False),
-    ],
+    [({"dp": 2}, True), ({"disaggregation": True}, True), ({"dp": 2, "dp_attention": True}, False)],
     ids=str,
 )
 def test_engines_of_several_processes_refuse_a_pause(

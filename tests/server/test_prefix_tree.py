@@ -37,8 +37,7 @@ def test_match_is_the_longest_common_prefix(inserted: list[tuple[str, Replica]],
 
 
 @given(
-    st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20),
-    st.integers(0, 20),
+    st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20), st.integers(0, 20)
 )
 @settings(max_examples=150)
 def test_eviction_bounds_each_replica_and_keeps_whole_prefixes(

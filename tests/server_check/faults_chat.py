@@ -165,9 +165,7 @@ def ignores(*keywords: str, check: str = "schema.keywords") -> None:
         shape = body.get("response_format") or {}
         if shape.get("type") != "json_schema":
             return None
-        return {
-            "response_format": {**shape, "json_schema": without(shape["json_schema"], *keywords)},
-        }
+        return {"response_format": {**shape, "json_schema": without(shape["json_schema"], *keywords)}}
 
 
 ignores("multipleOf")

@@ -58,10 +58,7 @@ def test_what_is_not_given_follows(flags: dict[str, Any], expected: tuple[int, i
             "at most 3 nodes",
         ),
         ({"speculative_num_steps": 0}, "speculative_num_steps must be an integer >= 1"),
-        (
-            {"speculative": "medusa"},
-            "speculative must be one of eagle, eagle3, nextn, dflash, ",
-        ),
+        ({"speculative": "medusa"}, "speculative must be one of eagle, eagle3, nextn, dflash, "),
     ],
 )
 def test_what_contradicts_is_refused(flags: dict[str, Any], message: str) -> None:

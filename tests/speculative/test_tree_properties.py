@@ -51,10 +51,7 @@ def ops_of(panel: str) -> Any:
 
 
 def examples(panel: str) -> Any:
-    return settings(
-        max_examples=EXAMPLES[panel],
-        derandomize=True,
-    )
+    return settings(max_examples=EXAMPLES[panel], derandomize=True)
 
 
 @PANELS

@@ -16,13 +16,7 @@ class Output(SteppedAttention):
     """Attention with one decision more: how the output, a tensor of its own, gets to `out`."""
 
     def run(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        plan: Any,
-        *,
-        out: torch.Tensor | None = None,
-        **kv: Any,
+        self, q: torch.Tensor, layer: AttentionLayer, plan: Any, *, out: torch.Tensor | None = None, **kv: Any
     ) -> torch.Tensor:
         output = super().run(q, layer, plan, **kv)
         return output if out is None else self.deliver(output, attention_output(q, layer, out))
@@ -61,13 +55,7 @@ class RemembersOut(Output):
     """A run without out writes to the out of the run before."""
 
     def run(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        plan: Any,
-        *,
-        out: torch.Tensor | None = None,
-        **kv: Any,
+        self, q: torch.Tensor, layer: AttentionLayer, plan: Any, *, out: torch.Tensor | None = None, **kv: Any
     ) -> torch.Tensor:
         if out is None and (last := self.__dict__.get("last")) is not None and last.shape == q.shape:
             out = last
@@ -79,13 +67,7 @@ class Lenient(SteppedAttention):
     """`takes` lets some tensor pass for out that is none."""
 
     def run(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        plan: Any,
-        *,
-        out: torch.Tensor | None = None,
-        **kv: Any,
+        self, q: torch.Tensor, layer: AttentionLayer, plan: Any, *, out: torch.Tensor | None = None, **kv: Any
     ) -> torch.Tensor:
         if out is None or not self.takes(q, out):
             return super().run(q, layer, plan, out=out, **kv)

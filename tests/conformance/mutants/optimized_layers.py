@@ -9,12 +9,7 @@ import torch
 import diptych.optimized.layers
 import diptych.optimized.models
 from diptych.optimized.kernels.linear.rms_norm import add_rms_norm, rms_norm
-from diptych.optimized.layers import (
-    GeluTanhAndMul,
-    RMSNorm,
-    RotaryEmbedding,
-    SiluAndMul,
-)
+from diptych.optimized.layers import GeluTanhAndMul, RMSNorm, RotaryEmbedding, SiluAndMul
 from diptych.shared.interfaces import CausalLM
 from tests.conformance.mutants.mutant import module_with, plant
 from tests.planted import Bug

@@ -17,13 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from diptych.shared.text.tokenizer import Tokenizer
 from diptych.shared.tools.conformance.server.conversations import Talk, talk
-from tests.server_check.tool_model.tool_folder import (
-    ADAPTER,
-    BASE,
-    MARKER_IDS,
-    compressed,
-    write_tokenizer,
-)
+from tests.server_check.tool_model.tool_folder import ADAPTER, BASE, MARKER_IDS, compressed, write_tokenizer
 
 RANK = 16
 SAVED_RANK = 8  # half the bytes of RANK
