@@ -149,7 +149,7 @@ class ForkedCommand:
 
 
 class ForkedFunction(ForkedCommand):
-    """The process of a function under check: `ChildFunction` starts it with three numbers of files."""
+    """The process of a function under check. It gets three files."""
 
     def __init__(self, command: list[str], pass_fds: tuple[int, ...], **_: Any) -> None:
         read, write = os.pipe()
@@ -180,7 +180,7 @@ FUNCTIONS = SimpleNamespace(
 
 
 def share_server() -> None:
-    """Processes that are forked from this one from now on use one server."""
+    """Processes that are forked from this one use its server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
     forkserver.ensure_running()
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
