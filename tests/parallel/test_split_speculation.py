@@ -224,7 +224,7 @@ def _a_token_late(self: Transport, layer: int) -> list[torch.Tensor]:
 
 PAGES = Transport._pages
 RESTORE = EagleDrafter.restore
-BUGS.add_all(_state_of_the_request_before, where=EagleDrafter.restore)
+BUGS.add_all(_state_of_the_request_before, where=f"{EagleDrafter.__module__}.EagleDrafter.restore")
 BUGS.add_all(_pages_of_another_request, where=Transport._copy)
 BUGS.add_all(_a_token_late, where=Transport._pages)
 
