@@ -104,6 +104,16 @@ def test_gates() -> None:
     torch.testing.assert_close(gate_heads(heads, gates), expected)
 
 
+def test_a_norm_has_the_bits_of_a_token_alone() -> None:
+    """With 300 tokens of 8 heads as with one: deterministic mode needs it."""
+    torch.manual_seed(0)
+    o, z = torch.randn(2, 300, 1024).to(check_device(), torch.bfloat16)
+    weight = torch.randn(128).to(check_device())
+    together = norm_and_gate(o.unflatten(1, (8, 128)), z, weight, 1e-6)
+    alone = norm_and_gate(o[7:8].unflatten(1, (8, 128)), z[7:8], weight, 1e-6)
+    assert torch.equal(together[7:8], alone)
+
+
 @pytest.mark.parametrize("columns", [128, 16])
 def test_a_decode_step_with_gates_is_its_parts(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a head's columns are those of two CTAs."""

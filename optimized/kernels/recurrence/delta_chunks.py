@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.optimized.kernels.portable import gpu_of
 from diptych.optimized.kernels.recurrence.step_tables import (
     CHUNK,
     FIRST_CHUNK,
@@ -299,8 +300,12 @@ def delta_chunks(
         c, g, beta, writes, reads, scores, decay, steps.chunks, scale,
         BLOCK=32, LEVELS=levels, num_stages=1, **sizes,
     )  # fmt: skip
-    _chunk_scan_kernel[(num_long, heads, triton.cdiv(v_dim, block_v))](
+    # Scan of 8,192 tokens of 32 heads, us, one H200: 1,397 with 8 warps, 1,647 with 4; of 16 x 512, 1,532 and
+    # 1,113.
+    grid = num_long, heads, triton.cdiv(v_dim, block_v)
+    is_full = grid[0] * grid[1] * grid[2] > 2 * gpu_of(c.device).num_multiprocessors
+    _chunk_scan_kernel[grid](
         c, writes, reads, scores, decay, o, states, steps.long, steps.requests,
         steps.chunks, scale, BLOCK_K=max(triton.next_power_of_2(k_dim), 16), BLOCK_V=block_v,
-        num_warps=8, num_stages=1, **sizes,
+        num_warps=4 if is_full else 8, num_stages=1, **sizes,
     )  # fmt: skip

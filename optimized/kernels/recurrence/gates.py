@@ -81,9 +81,9 @@ def _norm_and_gate_kernel(
     tl.store(y_ptr + tile, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-def _rows(num_rows: int) -> tuple[int, int]:
-    """(heads, warps) of a CTA. With one head each, most of a long prompt's time is the starting of CTAs."""
-    return (16, 4) if num_rows >= 2048 else (1, 1)
+HEADS_OF_NORM, WARPS_OF_NORM = 16, 4
+"""Of a CTA. With one head each, most of a long prompt's time is the starting of CTAs. For any number of tokens:
+other tiles add the squares in another order, and deterministic mode has the bits of a token alone."""
 
 
 def norm_and_gate(
@@ -94,10 +94,9 @@ def norm_and_gate(
     num_tokens, heads, v_dim = o.shape
     assert z.stride(1) == 1
     y = torch.empty(num_tokens, heads * v_dim, dtype=z.dtype, device=z.device)
-    rows, num_warps = _rows(num_tokens * heads)
-    _norm_and_gate_kernel[(triton.cdiv(num_tokens * heads, rows),)](
-        o, z, weight, y, num_tokens * heads, eps, z.stride(0), HEADS=heads, V=v_dim, SILU=silu, ROWS=rows,
-        BLOCK=triton.next_power_of_2(v_dim), num_warps=num_warps, **pdl_options(z),
+    _norm_and_gate_kernel[(triton.cdiv(num_tokens * heads, HEADS_OF_NORM),)](
+        o, z, weight, y, num_tokens * heads, eps, z.stride(0), HEADS=heads, V=v_dim, SILU=silu,
+        ROWS=HEADS_OF_NORM, BLOCK=triton.next_power_of_2(v_dim), num_warps=WARPS_OF_NORM, **pdl_options(z),
     )  # fmt: skip
     return y
 
@@ -127,7 +126,7 @@ def gate_heads(o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     num_tokens, heads, head_dim = gate.shape
     assert o.shape == (num_tokens, heads * head_dim)
     assert o.stride(1) == gate.stride(2) == 1
-    rows, num_warps = _rows(num_tokens * heads)
+    rows, num_warps = (16, 4) if num_tokens * heads >= 2048 else (1, 1)  # nothing is added up
     _gate_heads_kernel[(triton.cdiv(num_tokens * heads, rows),)](
         o, gate, num_tokens * heads, o.stride(0), gate.stride(0), gate.stride(1), HEADS=heads,
         HEAD_DIM=head_dim, ROWS=rows, BLOCK=triton.next_power_of_2(head_dim), num_warps=num_warps,
