@@ -82,8 +82,8 @@ def _norm_and_gate_kernel(
 
 
 HEADS_OF_NORM, WARPS_OF_NORM = 16, 4
-"""Of a CTA. With one head each, most of a long prompt's time is the starting of CTAs. For any number of tokens:
-other tiles add the squares in another order, and deterministic mode has the bits of a token alone."""
+"""Of a CTA, for any number of tokens: other tiles add the squares in another order, and deterministic mode
+has the bits of a token alone. With one head each, most of a long prompt's time is the starting of CTAs."""
 
 
 def norm_and_gate(
