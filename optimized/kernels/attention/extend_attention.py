@@ -36,6 +36,8 @@ from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_opt
 MAX_PARTS = 16
 MERGED_KEYS = 16 if INTERPRETED else 512
 """A merge takes about as long per part as a tile takes for so many keys."""
+LAUNCHED_KEYS = 0 if INTERPRETED else 3000
+"""So does the CPU for a second launch (60 us, one H200): prompts are launched kernel by kernel."""
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -191,7 +193,8 @@ def _num_parts(num_tiles: int, num_keys: int, num_ctas: int) -> int:
     multiprocessor has one of `num_ctas` tiles at a time."""
 
     def time_of(parts: int) -> float:
-        return triton.cdiv(num_tiles * parts, num_ctas) / parts + (parts - 1) * MERGED_KEYS / num_keys
+        merged = (parts - 1) * MERGED_KEYS + (parts > 1) * LAUNCHED_KEYS
+        return triton.cdiv(num_tiles * parts, num_ctas) / parts + merged / num_keys
 
     return min(range(1, MAX_PARTS + 1), key=time_of)
 
