@@ -21,7 +21,7 @@ from diptych.shared.types import SamplingParams
 from diptych.shared.types.attention import AttentionLayer
 
 TEXTS_AT_ONCE = {"cpu": 16, "cuda": 64}
-ANSWERS_AT_ONCE = 4096
+ANSWERS_AT_ONCE = 2048
 RUNNING = {"cpu": 64, "cuda": 1024}
 GRAPHS = (1, 32, 128, 256, 512, 768, 1024)
 QUESTION_LEN = 96
@@ -83,17 +83,27 @@ def questions(num: int) -> list[Asked]:
     return asked
 
 
-def own_questions(llm: LLM, num: int) -> list[Asked]:
-    """What the target writes where its chat template expects a user's words, each once."""
+def own_questions(llm: LLM, num: int, seconds: float = 0.0) -> list[Asked]:
+    """What the target writes where its chat template expects a user's words, each once. After `seconds`, if
+    there are any, no more are begun."""
     assert llm.tokenizer is not None
     before, _, _ = llm.tokenizer.render([{"role": "user", "content": "@@"}]).partition("@@")
     prompt = llm.tokenizer.encode(before, add_special_tokens=False)
-    params = [
-        SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=QUESTION_LEN, seed=i) for i in range(num)
-    ]
-    outputs: Any = llm.generate([prompt] * num, params, progress=False)
-    ended = (output.text.strip() for output in outputs if len(output.output_ids) < QUESTION_LEN)
-    return [[{"role": "user", "content": text}] for text in dict.fromkeys(ended) if text]
+    begin, asked = time.monotonic(), dict[str, None]()
+    for start in range(0, num, ANSWERS_AT_ONCE):
+        params = [
+            SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=QUESTION_LEN, seed=i)
+            for i in range(start, min(start + ANSWERS_AT_ONCE, num))
+        ]
+        outputs: Any = llm.generate([prompt] * len(params), params, progress=False)
+        asked |= dict.fromkeys(
+            output.text.strip() for output in outputs if len(output.output_ids) < QUESTION_LEN
+        )
+        if seconds and time.monotonic() - begin > seconds:
+            break
+    asked.pop("", None)
+    typer.echo(f"{len(asked)} questions in {time.monotonic() - begin:.0f} s")
+    return [[{"role": "user", "content": text}] for text in asked]
 
 
 def answered(

@@ -216,7 +216,7 @@ def written(
     if prompts is not None:
         asked = read_prompts(prompts)[:num]
     else:
-        asked = questions(num) if target in builtin_models() else own_questions(writer, num)
+        asked = questions(num) if target in builtin_models() else own_questions(writer, num, how[-1])
     answers = answered(writer, asked, *how)
     return asked[: len(answers)], answers
 
@@ -232,7 +232,10 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=2, help="answers to train on and measure with")] = 1536,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="of every second answer")] = 0.0,
-    writing_seconds: Annotated[float, typer.Option(min=0, help="begin no answers later; 0: all")] = 0.0,
+    writing_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="begin no questions of its own later, and no answers so long after; 0: all"),
+    ] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
     seconds: Annotated[float, typer.Option(min=0, help="train so long instead")] = 0.0,
     texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 8,
