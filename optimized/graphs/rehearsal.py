@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from itertools import accumulate, chain
+from operator import mul
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ from diptych.optimized.decoder import DecoderForCausalLM
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows
 from diptych.optimized.kernels.attention.qk_norm_rope_store import MANY_TOKENS
+from diptych.optimized.kernels.portable import gpu_of
 from diptych.shared.config import EngineConfig, ModelConfig
 from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.interfaces.model_runner import ModelRunner
@@ -68,6 +70,13 @@ def prefill_batches(
     cases = [(min(num_captured + n, most), n) for n in NUM_REQUESTS]
     # Less than a whole tile each: from 64 tokens on, the default backend asks FlashInfer.
     cases += [(n * max(rows // group * 3 // 4, 1), n) for n in BATCH_SIZES for rows in TILE_ROWS]
+    if (linear := model.linear_attention) is not None:
+        # Gates of heads have larger tiles from 2,048 heads on, and scans of many prompts fewer warps.
+        columns = linear.num_v_heads * -(-linear.v_head_dim // 32)
+        many = 2 * gpu_of(device).num_multiprocessors // columns + 1
+        cases += [(max(2048 // model.num_qo_heads, num_captured) + 1, 1), (2 * many, many)]
+        if config.max_running_requests > 1 and most > 2:
+            yield prompts([2, 1], device)  # a single token beside a prompt
     if model.moe is not None:
         cases += [(n, 1) for n in (*NUM_TOKENS, most) if num_captured < n]
     for num_tokens, num_requests in cases:
@@ -133,7 +142,9 @@ def _most_tokens(config: EngineConfig) -> int:
 
 
 def _flat_mask(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
-    return torch.ones(sum(n * n for n in batch.seq_lens_cpu), dtype=torch.bool, device=device)
+    return torch.ones(
+        sum(map(mul, batch.extend_seq_lens_cpu, batch.seq_lens_cpu)), dtype=torch.bool, device=device
+    )
 
 
 def _sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:

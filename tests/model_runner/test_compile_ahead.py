@@ -32,6 +32,10 @@ FLAGS: list[Any] = [
     ),
     pytest.param({"model": "tiny-dense", **BLOCKS}, marks=pytest.mark.full),
     pytest.param({"model": "wide"}, marks=pytest.mark.full),  # a hybrid model
+    pytest.param({"model": "wide", "max_running_requests": 32}, marks=pytest.mark.full),
+    pytest.param(
+        {"model": "wide", "enable_mixed_chunk": True, "chunked_prefill_size": 128}, marks=pytest.mark.full
+    ),
 ]
 
 

@@ -17,6 +17,8 @@ multiprocessors without work, its keys are divided into parts, which tree_attent
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,8 @@ from diptych.optimized.kernels.attention.tree_attention import _merge_kernel, _p
 from diptych.optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, prompts_block, rounded
 
 MAX_PARTS = 16
+MOST_TILES = 2048
+"""In all parts: with 128 rows of 128 columns in float32, 130 MiB, less than an MLP of such tokens takes."""
 MERGED_KEYS = 16 if INTERPRETED else 512
 """A merge takes about as long per part as a tile takes for so many keys."""
 LAUNCHED_KEYS = 0 if INTERPRETED else 3000
@@ -188,15 +192,18 @@ def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes))
 
 
+@lru_cache(maxsize=256)  # asked in each layer
 def _num_parts(num_tiles: int, num_keys: int, num_ctas: int) -> int:
     """Into how many parts the keys of one request are divided, so that it takes the shortest time. A
-    multiprocessor has one of `num_ctas` tiles at a time."""
+    multiprocessor has one of `num_ctas` tiles at a time; of four rounds and more there is little to gain."""
+    if num_tiles >= 4 * num_ctas:
+        return 1
 
     def time_of(parts: int) -> float:
         merged = (parts - 1) * MERGED_KEYS + (parts > 1) * LAUNCHED_KEYS
         return triton.cdiv(num_tiles * parts, num_ctas) / parts + merged / num_keys
 
-    return min(range(1, MAX_PARTS + 1), key=time_of)
+    return min(range(1, max(min(MAX_PARTS, MOST_TILES // num_tiles), 1) + 1), key=time_of)
 
 
 def extend_attention(
@@ -244,7 +251,8 @@ def extend_attention(
     parts, maxima, sums = out, out, out
     if num_parts > 1:
         parts = torch.empty(num_parts, *q.shape, device=q.device)
-        maxima, sums = torch.empty(2, num_parts, num_tokens, num_qo_heads, device=q.device)
+        # Not halves of one tensor: the alignment of the second would be another for odd numbers.
+        maxima, sums = (parts.new_empty(num_parts, num_tokens, num_qo_heads) for _ in range(2))
     _extend_kernel[(num_kv_heads, max_tiles, num_parts)](
         q, k_buffer, v_buffer, out, sinks_or_any, q if mask is None else mask, parts, maxima, sums,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,

@@ -60,7 +60,7 @@ def decay_and_beta(
     return g, beta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_and_gate_kernel(
     o_ptr, z_ptr, weight_ptr, y_ptr, num_rows, eps, stride_z,
     HEADS: tl.constexpr, V: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +101,7 @@ def norm_and_gate(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_heads_kernel(
     o_ptr, gate_ptr, num_rows, stride_o, stride_gate, stride_gate_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
