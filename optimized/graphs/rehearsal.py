@@ -70,11 +70,8 @@ def prefill_batches(
     cases = [(min(num_captured + n, most), n) for n in NUM_REQUESTS]
     # Less than a whole tile each: from 64 tokens on, the default backend asks FlashInfer.
     cases += [(n * max(rows // group * 3 // 4, 1), n) for n in BATCH_SIZES for rows in TILE_ROWS]
-    if (linear := model.linear_attention) is not None:
-        # Gates of heads have larger tiles from 2,048 heads on, and scans of many prompts fewer warps.
-        columns = linear.num_v_heads * -(-linear.v_head_dim // 32)
-        many = 2 * gpu_of(device).num_multiprocessors // columns + 1
-        cases += [(max(2048 // model.num_qo_heads, num_captured) + 1, 1), (2 * many, many)]
+    if model.linear_attention is not None:
+        cases += _of_linear_attention(model, num_captured, device)
         if config.max_running_requests > 1 and most > 2:
             yield prompts([2, 1], device)  # a single token beside a prompt
     if model.moe is not None:
@@ -93,6 +90,16 @@ def prefill_batches(
             axes, row = batch.positions.expand(3, -1).contiguous(), batch.positions[:1]
             embeds = torch.zeros(1, 2 * model.hidden_size, device=device)
             yield replace(batch, rope_positions=axes, embed_rows=row, embeds=embeds)
+
+
+def _of_linear_attention(
+    model: ModelConfig, num_captured: int, device: torch.device
+) -> list[tuple[int, int]]:
+    """Gates of heads have larger tiles from 2,048 heads on, and scans of many prompts fewer warps."""
+    assert (linear := model.linear_attention) is not None
+    programs = linear.num_v_heads * -(-linear.v_head_dim // 32)
+    many = 2 * gpu_of(device).num_multiprocessors // programs + 1
+    return [(max(2048 // model.num_qo_heads, num_captured) + 1, 1), (2 * many, many)]
 
 
 def decode_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
