@@ -96,7 +96,8 @@ def _of_linear_attention(
     model: ModelConfig, num_captured: int, device: torch.device
 ) -> list[tuple[int, int]]:
     """Gates of heads have larger tiles from 2,048 heads on, and scans of many prompts fewer warps."""
-    assert (linear := model.linear_attention) is not None
+    linear = model.linear_attention
+    assert linear is not None
     programs = linear.num_v_heads * -(-linear.v_head_dim // 32)
     many = 2 * gpu_of(device).num_multiprocessors // programs + 1
     return [(max(2048 // model.num_qo_heads, num_captured) + 1, 1), (2 * many, many)]
