@@ -233,8 +233,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="of every second answer")] = 0.0,
     writing_seconds: Annotated[
-        float,
-        typer.Option(min=0, help="begin no questions of its own later, and no answers so long after; 0: all"),
+        float, typer.Option(min=0, help="for questions, and for answers; 0: all")
     ] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
     seconds: Annotated[float, typer.Option(min=0, help="train so long instead")] = 0.0,
