@@ -99,6 +99,8 @@ def test_trained_blocks_are_the_engines(target: Target, texts: list[Text], tmp_p
     some = texts[:3]
     anchors = [[text.anchors[0], text.anchors[-1]] for text in some]
     blocks = blocks_of(some, anchors, BLOCK_LEN, target.mask_id)
+    said, shown = blocks.target_ids[..., 1:], target.model.compute_logits(blocks.last.to(target.dtype))
+    assert torch.equal(shown.argmax(-1)[said >= 0], said[said >= 0])  # the texts are greedy
     with torch.no_grad():
         hidden = head(target.model.embed(blocks.input_ids), blocks.anchors, blocks.features)
     assert blocks.target_ids[0, 1].tolist()[2:] == [-1] * 3  # behind the end of the text

@@ -65,6 +65,8 @@ def test_unrolled_training_is_drafting_step_by_step(
     assert draft.config.target_layers == target.layers
     text = max(texts, key=lambda text: len(text.anchors))
     lesson = lesson_of(target, [text])
+    said = text.token_ids[lesson.slots.indices[0] + 2]
+    assert torch.equal(lesson.target_logits[0].argmax(-1), said)  # the text is greedy
     with torch.no_grad():
         drafted = head(lesson.embeds, lesson.features, lesson.slots, NUM_STEPS)
     columns = drafted[-1][1][0].nonzero().flatten().tolist()

@@ -65,11 +65,38 @@ def chosen_layers(num_layers: int, num_features: int) -> tuple[int, ...]:
     return tuple(2 + round(i * span / max(num_features - 1, 1)) for i in range(num_features))
 
 
+def chosen_device(name: str) -> str:
+    if name not in ("", "cpu", "cuda"):
+        raise typer.BadParameter(f"--device is {name}; it must be cuda or cpu")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def check_texts(num_texts: int, num: int, what: str) -> None:
     """Whether so many texts are left when some of `num` are held out."""
     num_trained = num - -(-num // HELD_OUT)
     if num_texts > num_trained:
         raise typer.BadParameter(f"--texts is {num_texts}; of {num} {what}, {num_trained} are trained on")
+
+
+def check_answers(num_texts: int, num_trained: int, num_held_out: int) -> None:
+    if num_texts > num_trained or not num_held_out:
+        raise typer.BadParameter(
+            f"--texts is {num_texts}; {num_trained} answers of two tokens and more are trained on, and "
+            f"{num_held_out} held out"
+        )
+
+
+def make_folders(out: Path, eagle3: Path | None, features: int) -> None:
+    """Before anything is written by the target: training may take hours."""
+    if eagle3 is not None and eagle3.resolve() == out.resolve():
+        raise typer.BadParameter(f"--out and --eagle3 are both {out}")
+    if eagle3 is not None and features < 2:
+        raise typer.BadParameter(f"--features is {features}; an EAGLE-3 head reads 2 layers or more")
+    try:
+        for folder in (out, eagle3 or out):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"no folder can be made: {error}") from None
 
 
 def chosen_mask(llm: LLM) -> int:
@@ -232,9 +259,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=2, help="answers to train on and measure with")] = 1536,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="longest answer")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="of every second answer")] = 0.0,
-    writing_seconds: Annotated[
-        float, typer.Option(min=0, help="for questions, and for answers; 0: all")
-    ] = 0.0,
+    writing_seconds: Annotated[float, typer.Option(min=0, help="for questions; so long for answers")] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 800,
     seconds: Annotated[float, typer.Option(min=0, help="train so long instead")] = 0.0,
     texts: Annotated[int, typer.Option(min=1, help="texts a step")] = 8,
@@ -253,7 +278,8 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
 ) -> None:
     """Write answers with the target, train a head on them and save it."""
-    reader = reader_of(target, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    make_folders(out, eagle3, features)
+    reader = reader_of(target, chosen_device(device))
     config = reader.assembly.model_config
     if mask_id >= config.vocab_size:
         raise typer.BadParameter(f"--mask-id is {mask_id}; {target} has ids below {config.vocab_size}")
@@ -267,7 +293,7 @@ def main(
     )
     held_out = texts_of(known, answers[::HELD_OUT])
     trained = texts_of(known, [answer for i, answer in enumerate(answers) if i % HELD_OUT])
-    check_texts(texts, len(trained) + len(held_out), "answers of two tokens and more")
+    check_answers(texts, len(trained), len(held_out))
     steps = MAX_STEPS if seconds else steps
     options = TrainOptions(steps, texts, blocks * block_len, learning_rate, seed=seed, seconds=seconds)
     head = new_head(known, layers, intermediate_size, block_len, seed)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -144,3 +145,7 @@ def train_on_texts(
     record["num_parameters"] = sum(parameter.numel() for parameter in head.parameters())
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     typer.echo(f"EAGLE-3, held out: {record}")
+
+
+if __name__ == "__main__":
+    sys.exit("error: python -m diptych.shared.tools.training.train_dflash --eagle3 FOLDER trains this head")
