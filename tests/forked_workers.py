@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import time
 import traceback
 from collections import deque
 from contextlib import suppress
@@ -17,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+
+STOP, TEARDOWN_SECONDS = signal.SIGUSR1, 10.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,9 +56,20 @@ class Run:
                 for connection in wait([*self.workers]):
                     self.hear(self.workers[connection])
         finally:
-            for worker in self.workers.values():
-                os.kill(worker.pid, 9)
-                os.waitpid(worker.pid, 0)
+            self.end_workers()
+
+    def end_workers(self) -> None:
+        """Behind `-x`, Ctrl-C or an error they still run tests. Their fixtures end, and so do servers."""
+        pids = {worker.pid for worker in self.workers.values()}
+        for pid in pids:
+            os.kill(pid, STOP)
+        ends_at = time.monotonic() + TEARDOWN_SECONDS
+        while pids:
+            pids -= {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
+            if time.monotonic() > ends_at:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def start(self, number: int) -> None:
         worker = Worker(self.session, number, self.base / f"worker-{number}", [*self.workers])
@@ -144,10 +159,16 @@ def work(session: pytest.Session, connection: Connection) -> None:
         capture.stop_global_capturing()
         capture.start_global_capturing()
     plugins.register(Reports(config, connection))
-    test = connection.recv()
-    while test is not None:
-        following = connection.recv()
-        next_item = None if following is None else session.items[following]
-        config.hook.pytest_runtest_protocol(item=session.items[test], nextitem=next_item)
-        connection.send(None)  # it has ended
-        test = following
+    signal.signal(STOP, signal.default_int_handler)
+    try:
+        test = connection.recv()
+        while test is not None:
+            following = connection.recv()
+            next_item = None if following is None else session.items[following]
+            config.hook.pytest_runtest_protocol(item=session.items[test], nextitem=next_item)
+            connection.send(None)  # it has ended
+            test = following
+    except KeyboardInterrupt:
+        for each in (STOP, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        session._setupstate.teardown_exact(None)

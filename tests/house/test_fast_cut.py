@@ -53,3 +53,22 @@ def test_forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "2 failed, 13 passed, 1 skipped" in ended.stdout, ended.stdout
     assert "its process has ended with status 7" in ended.stdout
     assert "torn down" in (tmp_path / "done").read_text()
+
+
+def test_forked_workers_that_are_stopped_end_their_fixtures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = "def test_waits(place):\n    import time; open(os.environ['DONE'], 'a').close(); time.sleep(60)\n"
+    fails = (
+        "import os\ndef test_wrong():\n    while not os.path.exists(os.environ['DONE']): pass\n    assert 0"
+    )
+    (tmp_path / "test_a.py").write_text(TESTS.partition("@pytest.mark")[0] + waits)
+    (tmp_path / "test_b.py").write_text(fails)
+    monkeypatch.setenv("DONE", str(tmp_path / "done"))
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    command = f"-m pytest -x -p tests.forked_workers --forks 2 -c {tmp_path}/none.ini {tmp_path}"
+    ended = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=40
+    )
+    assert "1 failed" in ended.stdout, ended.stdout
+    assert "torn down" in (tmp_path / "done").read_text()
