@@ -59,9 +59,7 @@ def test_forked_workers_that_are_stopped_end_their_fixtures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = "def test_waits(place):\n    import time; open(os.environ['DONE'], 'a').close(); time.sleep(60)\n"
-    fails = (
-        "import os\ndef test_wrong():\n    while not os.path.exists(os.environ['DONE']): pass\n    assert 0"
-    )
+    fails = "import os\ndef test_a():\n    while not os.path.exists(os.environ['DONE']): pass\n    assert 0"
     (tmp_path / "test_a.py").write_text(TESTS.partition("@pytest.mark")[0] + waits)
     (tmp_path / "test_b.py").write_text(fails)
     monkeypatch.setenv("DONE", str(tmp_path / "done"))
