@@ -13,9 +13,9 @@ from diptych.shared.types import ForwardBatch, ForwardMode
 Heads = dict[int, torch.Tensor]
 """What attention writes, [num_tokens, num_qo_heads, size], by the size of a head."""
 
-MAX_LAYER_FLOPS = 260e9
-"""FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to
-launch (measured on an H200: docs/lab/prefill.md)."""
+MAX_LAYER_FLOPS = 400e9
+"""FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than most CPUs take to launch
+its kernels (measured beside H200s: docs/lab/prefill.md)."""
 MAX_MIXED_TOKENS = 1024
 """With mixed steps, up to this number of tokens is captured regardless of FLOPs, because chunks are then
 small."""
@@ -35,7 +35,7 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
         most = max(config.max_prefill_tokens, config.context_len or model.context_len)
         most += config.max_running_requests * config.enable_mixed_chunk
     # Below 256 tokens a GEMM is bound by reading weights, so padding is nearly free.
-    steps = [16, 32, 64, 128, 192, 256, 384, 512, 768]
+    steps = [16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896]
     steps += [start + i * start // 4 for start in (1024, 2048, 4096, 8192) for i in range(4)]
     sizes = [size for size in steps if size <= limit]
     if most <= limit:
