@@ -245,6 +245,13 @@ NUM_PARAMETERS = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
 }
+# Language models without their towers, as transformers counts them, and the number of layers.
+HYBRID = {
+    "Qwen3.5-4B": (4_205_751_296, 32),
+    "Qwen3.5-9B": (8_953_803_264, 32),
+    "Qwen3.5-35B-A3B": (34_660_610_688, 40),
+}
+NUM_PARAMETERS |= {name: num for name, (num, _) in HYBRID.items()}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -253,7 +260,14 @@ def test_published_configs(name: str) -> None:
 
 
 def test_every_published_config_is_known() -> None:
-    assert {path.name for path in PUBLISHED.iterdir()} == {*EXPECTED, *DRAFT_MODELS}
+    assert {path.name for path in PUBLISHED.iterdir()} == {*EXPECTED, *DRAFT_MODELS, *HYBRID}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_every_fourth_layer_has_attention(name: str) -> None:
+    config, num_layers = read_config(PUBLISHED / name), HYBRID[name][1]
+    assert config.linear_layers == {layer for layer in range(num_layers) if layer % 4 != 3}
+    assert (config.num_qo_heads, config.head_dim, config.rope.rotary_dim) == (16, 256, 64)
 
 
 @pytest.mark.parametrize("name", DRAFT_MODELS)
