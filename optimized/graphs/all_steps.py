@@ -17,6 +17,7 @@ from diptych.optimized.graphs.rehearsal import (
     attention_of_rehearsal,
     block_batches,
     decode_batches,
+    deterministic_batches,
     layers_of_rehearsal,
     prefill_batches,
     sampling_infos,
@@ -26,9 +27,9 @@ from diptych.optimized.graphs.steps import Layers, Steps
 from diptych.optimized.graphs.token_buffers import TokenBuffers, captured_token_counts
 from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows, verify_batch_sizes
 from diptych.optimized.kernels.compile_ahead import compile_ahead
-from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import draft_shape, possible_shapes
-from diptych.shared.interfaces import Sampler
+from diptych.shared.interfaces import CausalLM, Sampler
 from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.types import ForwardBatch
 
@@ -106,7 +107,7 @@ class AllSteps:
         config, logits = self.config, None
         with attention_of_rehearsal(runner, *self.kinds), layers_of_rehearsal(runner):
             self._rehearse_graphs(runner.capture_hidden, sampler, num_token_ids)
-            for batch in self._other_batches(runner.model.config):
+            for batch in self._other_batches(runner.model):
                 logits = runner.forward(batch).next_token_logits
         assert logits is not None
         num_nodes = 1 if config.speculative is None else draft_shape(config).num_draft_tokens
@@ -134,16 +135,18 @@ class AllSteps:
         kinds = [*self.verify, *self.blocks, self.decode]
         capture_batch_steps(kinds, graphs, layers, sampler, num_token_ids)
 
-    def _other_batches(self, model: ModelConfig) -> Iterator[ForwardBatch]:
+    def _other_batches(self, model: CausalLM) -> Iterator[ForwardBatch]:
         """Examples of the steps that no graph contains as a whole."""
         num_tokens = max((size for steps in self.prefill for size in steps.tokens.sizes), default=0)
-        yield from prefill_batches(self.config, model, num_tokens, self.device)
+        yield from prefill_batches(self.config, model.config, num_tokens, self.device)
+        if self.config.deterministic:
+            yield from deterministic_batches(self.config, model, num_tokens, self.device)
         yield from decode_batches(self.config, self.decode.max_bs, self.device)
         for steps in self.verify:
             yield from verify_batches(self.config, steps.max_bs, steps.buffers, self.device)
-        if self.config.cuda_graph_block_len is not None and model.linear_attention is None:
+        if self.config.cuda_graph_block_len is not None and model.config.linear_attention is None:
             num_captured = self.blocks[0].max_bs if self.blocks else 0
-            yield from block_batches(self.config, model, num_captured, self.device)
+            yield from block_batches(self.config, model.config, num_captured, self.device)
 
     def capture(self, runner: ModelRunner, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:
         """Capture all graphs; kinds that cannot be captured are launched kernel by kernel, which is said."""

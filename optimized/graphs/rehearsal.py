@@ -23,9 +23,11 @@ from diptych.optimized.decoder import DecoderForCausalLM
 from diptych.optimized.graphs.decode_graph import DecodeBuffers, captured_batch_sizes
 from diptych.optimized.graphs.verify_graph import MAX_TOKENS, VerifyBuffers, has_windows
 from diptych.optimized.kernels.attention.qk_norm_rope_store import MANY_TOKENS
+from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
+from diptych.optimized.kernels.linear.fixed_order_gemm import sizes_of_all_tiles
 from diptych.optimized.kernels.portable import gpu_of
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.interfaces import AttentionBackend, CausalLM
 from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
@@ -90,6 +92,21 @@ def prefill_batches(
             axes, row = batch.positions.expand(3, -1).contiguous(), batch.positions[:1]
             embeds = torch.zeros(1, 2 * model.hidden_size, device=device)
             yield replace(batch, rope_positions=axes, embed_rows=row, embeds=embeds)
+
+
+def deterministic_batches(
+    config: EngineConfig, model: CausalLM, num_captured: int, device: torch.device
+) -> Iterator[ForwardBatch]:
+    """Prefill steps beyond the captured ones with each tile of the GEMMs in a fixed order."""
+    assert config.context_len is not None
+    tensors = [*model.parameters(), *model.buffers()]
+    outs = {len(each) for each in tensors if each.dim() == 2}
+    is_half = tensors[0].dtype in HALF_TYPES
+    for num_tokens in sizes_of_all_tiles(outs, _most_tokens(config), is_half, gpu_of(device)):
+        num_requests = -(-num_tokens // config.context_len)
+        if num_captured < num_tokens and num_requests <= config.max_running_requests:
+            each, rest = divmod(num_tokens, num_requests)
+            yield prompts([each + (i < rest) for i in range(num_requests)], device)
 
 
 def _of_linear_attention(

@@ -12,6 +12,7 @@ neighbours, so that these are read from memory once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -171,3 +172,13 @@ def plan(num_tokens: int, out: int, is_half: bool, gpu: Gpu) -> Tile:
     if num_tokens <= 64:
         return next(tile for tile in reversed(tiles) if tile.tokens >= num_tokens)
     return min(tiles, key=time)
+
+
+def sizes_of_all_tiles(outs: Iterable[int], most: int, is_half: bool, gpu: Gpu) -> list[int]:
+    """Numbers of tokens, up to `most`: between them they take each tile that such a number takes for these
+    numbers of outputs. A number between two multiples of 16 takes the tile of the next to the first."""
+    firsts: dict[tuple[int, Tile], int] = {}
+    for num_tokens in sorted({*range(1, most + 1, 16), *range(16, most + 1, 16)}):
+        for out in outs:
+            firsts.setdefault((out, plan(num_tokens, out, is_half, gpu)), num_tokens)
+    return sorted({*firsts.values()})
