@@ -19,6 +19,7 @@ from diptych.shared.tools.training.train import TrainOptions
 from diptych.shared.tools.training.train_eagle3 import (
     NUM_STEPS,
     lesson_of,
+    loss_of,
     new_head,
     save_head,
     train_on_texts,
@@ -104,3 +105,19 @@ def test_a_head_learns_and_is_cut(target: Target, texts: list[Text], tmp_path: P
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16, torch.int64, torch.bool}
     drafting = {"speculative": "eagle3", "speculative_draft_model": str(tmp_path)}
     LLM(model="tiny-dense", device="cpu", panel="reference", max_total_tokens=512, **drafting)
+
+
+def test_answers_of_two_and_three_tokens_give_a_loss(target: Target, texts: list[Text]) -> None:
+    """Nothing is drafted behind them."""
+    marks = [torch.zeros_like(text.is_said) for text in texts]
+    for mark, num in zip(marks, (2, 3)):
+        mark[-num - 4 : -4] = True
+    short = [text._replace(is_said=mark) for text, mark in zip(texts, marks)][:2]
+    loss, right = loss_of(new_head(target, seed=0), lesson_of(target, short))
+    assert loss.isfinite()
+    assert right.isnan().tolist() == [False, False, True, True]
+
+
+def test_each_question_is_asked_once() -> None:
+    asked = [json.dumps(each) for each in questions(600)]
+    assert len(asked) == len({*asked}) >= 400

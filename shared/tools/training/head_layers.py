@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,11 @@ OUTPUT_SCALE = 0.3
 
 REPORT_SECONDS = 20.0
 WARM_UP_SHARE = 0.05  # of the seconds of a training
+
+
+def command_line() -> str:
+    """The command that trains, for the record beside the weights."""
+    return shlex.join(["python", "-m", "diptych.shared.tools.training.train_dflash", *sys.argv[1:]])
 
 
 def attention_linears(

@@ -1,6 +1,7 @@
 """Texts that a target writes itself, its questions too if none are given, and its hidden states there: what
 heads are trained on."""
 
+import json
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -75,12 +76,12 @@ def writer_of(target: str, reader: LLM) -> LLM:
 
 
 def questions(num: int) -> list[Asked]:
-    """Chats of the corpus up to the assistant's last words."""
-    asked: list[Asked] = []
+    """Chats of the corpus up to the assistant's last words, each once: a held-out one is not trained on."""
+    asked = dict[str, Asked]()
     for chat in islice(training_chats("dflash"), num):
         last = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
-        asked.append([dict(message) for message in chat[:last]])
-    return asked
+        asked.setdefault(json.dumps(chat[:last]), [dict(message) for message in chat[:last]])
+    return [*asked.values()]
 
 
 def own_questions(llm: LLM, num: int, seconds: float = 0.0) -> list[Asked]:

@@ -24,7 +24,7 @@ from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.model_path import builtin_models
 from diptych.shared.tools.bench.prompt_texts import Asked, read_prompts
 from diptych.shared.tools.training.dflash_head import DFlashHead, DFlashShape
-from diptych.shared.tools.training.head_layers import rounded, run_steps, train_steps
+from diptych.shared.tools.training.head_layers import command_line, rounded, run_steps, train_steps
 from diptych.shared.tools.training.own_texts import (
     Answer,
     Target,
@@ -302,7 +302,8 @@ def main(
     num_steps, loss, elapsed = run_steps(
         train_steps(head, losses, options), lambda: evaluate(head, known, held_out[:REPORTED])
     )
-    record = {"target": target, "num_answers": len(trained), "steps": num_steps, "seconds": round(elapsed, 1)}
+    record = {"command": command_line(), "target": target, "seed": seed, "num_answers": len(trained)}
+    record |= {"steps": num_steps, "seconds": round(elapsed, 1)}
     finish(head, known, held_out, record | {"final_loss": round(loss, 4)}, out)
     (out / "held_out.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in asked[::HELD_OUT]))
     if eagle3 is not None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from diptych.shared.tools.training.eagle3_head import Eagle3Head, Eagle3Shape, Slots, at_slots, find_slots
-from diptych.shared.tools.training.head_layers import rounded, run_steps, train_steps
+from diptych.shared.tools.training.head_layers import command_line, rounded, run_steps, train_steps
 from diptych.shared.tools.training.own_texts import Target, Text
 from diptych.shared.tools.training.train import TrainOptions
 
@@ -49,7 +49,8 @@ def new_head(target: Target, seed: int) -> Eagle3Head:
     )  # fmt: skip
     head = Eagle3Head(shape)
     output = model.model.embed_tokens if model.lm_head is None else model.lm_head
-    head.lm_head.weight.data.copy_(output.weight * model.model.norm.weight)
+    norm = model.model.norm.weight + config.norm_unit_offset
+    head.lm_head.weight.data.copy_(output.weight * norm)
     return head.to(target.device, target.dtype)
 
 
@@ -76,7 +77,8 @@ def loss_of(head: Eagle3Head, lesson: Lesson) -> tuple[torch.Tensor, torch.Tenso
     losses, right = [], []
     for log_probs, is_drafted in head(lesson.embeds, lesson.features, lesson.slots, NUM_STEPS):
         taught = lesson.target_logits[is_drafted].float()
-        losses.append(-(taught.softmax(-1) * log_probs).sum(-1).mean())
+        # Short answers have no deep drafts, and a mean of none would be NaN.
+        losses.append(-(taught.softmax(-1) * log_probs).sum() / max(len(taught), 1))
         right.append((log_probs.argmax(-1) == taught.argmax(-1)).float().mean())
     weights = STEP_DECAY ** torch.arange(NUM_STEPS, device=right[0].device)
     return torch.stack(losses) @ weights / weights.sum(), torch.stack(right)
@@ -139,7 +141,8 @@ def train_on_texts(
     said = torch.cat([text.token_ids[text.is_said] for text in trained])
     counts = torch.bincount(said, minlength=target.config.vocab_size)
     token_ids = counts.topk(min(vocabulary, len(counts))).indices.sort().values
-    record = {"steps": num_steps, "seconds": round(elapsed, 1), "final_loss": round(loss, 4)} | evaluate()
+    record: dict[str, Any] = {"command": command_line(), "seed": options.seed, "steps": num_steps}
+    record |= {"seconds": round(elapsed, 1), "final_loss": round(loss, 4)} | evaluate()
     head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight.data[token_ids])
     save_head(head, target, token_ids.cpu(), out)
     record["num_parameters"] = sum(parameter.numel() for parameter in head.parameters())
