@@ -8,7 +8,7 @@ does not have refuses the case. Refused cases are counted.
 
 The calls, the cases and the limits are those of `check kernel`. Inputs, expected results and comparisons are
 on the CPU, where they are cheaper than with the waits of a GPU, and libraries share them; only the functions
-run on the GPU.
+run on the GPU. Under NVIDIA's MPS (`nvidia-cuda-mps-control -d`) processes do not take turns there.
 """
 
 from __future__ import annotations

@@ -35,5 +35,5 @@ def test_flashinfer_is_right_for_64_and_128_dims_alone() -> None:
 
     rotate = flashinfer.apply_rope_with_cos_sin_cache_inplace
     assert [wrong(rotate, head_dim, True) for head_dim in (64, 128)] == ["", ""]
-    if flashinfer.__version__ == "0.6.12":
+    if flashinfer.__version__ in ("0.6.12", "0.7.2"):
         assert all(wrong(rotate, head_dim, True) for head_dim in (80, 96))
