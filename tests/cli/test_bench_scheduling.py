@@ -40,7 +40,9 @@ def test_scheduling(diptych: Diptych, tmp_path: Path) -> None:
     assert all(one["first_pass_s"] > 0 and one["median_s"] >= one["least_s"] > 0 for one in data["results"])
 
 
-@pytest.mark.parametrize("others", [{}, {"num_adapters": 3, "num_cached": 1000}], ids=["alone", "others"])
+@pytest.mark.parametrize(
+    "others", [{}, {"num_adapters": 3, "num_cached": 1000, "has_grammars": True}], ids=["alone", "others"]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_both_panels_rehearse_the_same(policy: str, others: dict[str, int]) -> None:
     """The same requests are admitted, step by step; numbers of waiting and running stay."""

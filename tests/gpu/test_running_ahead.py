@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from diptych.optimized.overlap.streams import CudaStreams
 from diptych.optimized.speculative.round import RoundInFlight
 from diptych.shared.engine.llm import LLM
 from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expect_answers, prompts
+from diptych.shared.tools.training.own_texts import Target
+from diptych.shared.tools.training.train_dflash import new_head, save_head
 from diptych.shared.types import SamplingParams
 
 from .harness import CYCLES_PER_SECOND, OPTIMIZED, name_of, optimized, reference_answers
@@ -49,6 +52,16 @@ def speculating(**flags: Any) -> LLM:
 @pytest.mark.parametrize("flags", FLAGS, ids=name_of)
 def test_float32_answers_are_the_references(flags: dict[str, Any]) -> None:
     expected = [output.output_ids for output in reference_answers("tiny-dense")]
+    expect_answers("tiny-dense", expected, **{**OPTIMIZED, "use": USE, **flags})
+
+
+def test_answers_with_block_drafts_are_the_references(tmp_path: Path) -> None:
+    """Of a head that is not trained: few of its drafts are right."""
+    llm = LLM(model="tiny-dense", panel="reference", device="cpu", max_total_tokens=2048)
+    target = Target(llm.assembly.parts.model_runner.model, llm.assembly.model_config, (2, 4, 5), 0)
+    save_head(new_head(target, 2, 0, 8, seed=0), target, tmp_path)
+    expected = [output.output_ids for output in reference_answers("tiny-dense")]
+    flags = {"speculative": "dflash", "speculative_draft_model": str(tmp_path)}
     expect_answers("tiny-dense", expected, **{**OPTIMIZED, "use": USE, **flags})
 
 

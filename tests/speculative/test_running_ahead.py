@@ -55,7 +55,13 @@ def test_a_round_is_launched_before_the_results_of_the_one_before_are_asked_for(
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle:EagleDrafter", "standalone:StandaloneDrafter", "ngram_lookup:NgramLookupDrafter"]
+    "name",
+    [
+        "dflash:DFlashDrafter",
+        "eagle:EagleDrafter",
+        "ngram_lookup:NgramLookupDrafter",
+        "standalone:StandaloneDrafter",
+    ],
 )
 def test_the_drafters_of_this_panel_run_ahead(name: str) -> None:
     assert registry.load("drafter", f"diptych.optimized.speculative.{name}").runs_ahead

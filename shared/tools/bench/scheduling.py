@@ -45,6 +45,7 @@ class SchedulingCase:
     page_size: int = 1
     num_adapters: int = 0
     num_cached: int = 0  # tokens in the tree at the start, of other prompts
+    has_grammars: bool = False  # every second request
 
     def __str__(self) -> str:
         return f"{self.panel}, {self.policy}, {self.num_waiting} waiting"
@@ -112,15 +113,19 @@ class Rehearsal:
     def new_req(self) -> Req:
         self.num_made += 1
         group = self.rng.randrange(NUM_GROUPS)
+        grammar: Any = object() if self.case.has_grammars and self.num_made % 2 else None
         prompt = [group] * PREFIX_LEN + [self.rng.randrange(1000) for _ in range(OWN_LEN)]
         return Req(
             str(self.num_made),
             prompt,
-            SamplingParams(max_new_tokens=self.rng.randint(1, MAX_NEW_TOKENS)),
+            SamplingParams(
+                max_new_tokens=self.rng.randint(1, MAX_NEW_TOKENS), regex="[a-z]*" if grammar else None
+            ),
             seed=0,
             priority=self.rng.randrange(5),
             queue_start_time=float(self.num_made),
             routing_key=str(group % 16),
+            grammar=grammar,  # a request waits for a step only when its grammar is compiled
             lora=self.rng.choice(self.adapters) if self.adapters else None,
         )
 

@@ -28,6 +28,7 @@ def scheduling(
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 1,
     adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters; each request has one of them.")] = 0,
     cached: Annotated[int, typer.Option(min=0, help="Tokens of other prompts in the radix cache.")] = 0,
+    grammars: Annotated[bool, typer.Option("--grammars", help="Every second request has one.")] = False,
     seconds: Annotated[float, typer.Option(help="Processor time for each case.")] = 2.0,
     plot: Plot = None,
     output: Output = None,
@@ -42,7 +43,7 @@ def scheduling(
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be finite and more than 0, got {seconds}")
     cases = [  # make all cases before measuring, because making a case checks it
-        SchedulingCase(side, name, number, running, page_size, adapters, cached)
+        SchedulingCase(side, name, number, running, page_size, adapters, cached, grammars)
         for number in integers("--waiting", waiting)
         for name in policies
         for side in panels
