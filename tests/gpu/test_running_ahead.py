@@ -56,7 +56,7 @@ def test_float32_answers_are_the_references(flags: dict[str, Any]) -> None:
 
 
 def test_answers_with_block_drafts_are_the_references(tmp_path: Path) -> None:
-    """Of a head that is not trained: few of its drafts are right."""
+    """The head is not trained, so few drafts are right."""
     llm = LLM(model="tiny-dense", panel="reference", device="cpu", max_total_tokens=2048)
     target = Target(llm.assembly.parts.model_runner.model, llm.assembly.model_config, (2, 4, 5), 0)
     save_head(new_head(target, 2, 0, 8, seed=0), target, tmp_path)
