@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm.auto import tqdm
@@ -23,6 +23,12 @@ from diptych.optimized.graphs.cuda_graph import (
     warn_of_launches,
 )
 from diptych.optimized.graphs.decode_graph import PaddedVectors
+from diptych.optimized.graphs.rehearsal import (
+    attention_of_rehearsal,
+    prefill_batches,
+    prompts,
+    sizes_beyond,
+)
 from diptych.optimized.graphs.verify_graph import verify_batch_sizes
 from diptych.shared.config import EngineConfig
 from diptych.shared.config.speculation_flags import possible_shapes
@@ -161,6 +167,21 @@ class DraftGraphs:
             self._calls[size] = DraftCalls(draft_call, trees, extend_call)
         return True
 
+    @property
+    def max_captured(self) -> int:
+        return self.batch_sizes[-1] if self._calls else 0
+
+    def example_draft(self, size: int, seq_len: int) -> DraftBatch:
+        """Requests of `seq_len` tokens in the dummy page."""
+        zeros = torch.zeros(size, dtype=torch.int64, device=self.hidden_states.device)
+        slots = zeros.new_zeros(size, self.num_slots)
+        return DraftBatch([], zeros, zeros, zeros + seq_len, (seq_len,) * size, slots)
+
+    def example_extend(self, size: int) -> ForwardBatch:
+        """Accepted rows of requests."""
+        batch = prompts([self.num_rows] * size, self.hidden_states.device)
+        return replace(batch, num_kept=torch.ones_like(batch.seq_lens))
+
     def _calls_for(self, batch_size: int) -> tuple[int, DraftCalls] | None:
         if not self._calls or batch_size > self.batch_sizes[-1]:
             return None
@@ -212,6 +233,24 @@ class GraphDrafter(BaseDrafter):
             if tree is not None:
                 return tree
         return self._draft(batch, shape)
+
+    @torch.inference_mode()
+    def rehearse(self, shape: DraftShape) -> None:
+        """Extensions by prompts, and what more requests than are captured need."""
+        of_shape = next(each for each in self.graphs if each.shape == shape)
+        with attention_of_rehearsal(self):
+            if of_shape is self.graphs[0]:
+                for batch in prefill_batches(self.config, self.attention_config, 0, self.parts.device):
+                    self._rehearse_extend(batch)
+            for size in sizes_beyond(self.config, of_shape.max_captured):
+                for seq_len in (1, self.context_len - 1):
+                    self._draft(of_shape.example_draft(size, seq_len), shape)
+                self._rehearse_extend(of_shape.example_extend(size))
+
+    def _rehearse_extend(self, batch: ForwardBatch) -> None:
+        like = self.graphs[0].hidden_states
+        hidden_states = like.new_zeros(batch.num_tokens, like.shape[-1])
+        self._extend(batch, hidden_states, torch.zeros_like(batch.seq_lens))
 
     @abstractmethod
     def _extend(

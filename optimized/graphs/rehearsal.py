@@ -122,7 +122,7 @@ def _of_linear_attention(
 
 def decode_batches(config: EngineConfig, num_captured: int, device: torch.device) -> Iterator[ForwardBatch]:
     """Decode steps of more requests than are captured."""
-    for size in _sizes_beyond(config, num_captured):
+    for size in sizes_beyond(config, num_captured):
         yield replace(prompts([1] * size, device), forward_mode=ForwardMode.DECODE)
 
 
@@ -132,7 +132,7 @@ def verify_batches(
     """Verify steps of more requests than are captured, with trees as in these buffers."""
     assert isinstance(like, VerifyBuffers)
     num_nodes = like.num_nodes
-    for size in _sizes_beyond(config, num_captured):
+    for size in sizes_beyond(config, num_captured):
         mask = None
         if like.tree_mask is not None:
             mask = torch.ones(size, num_nodes, num_nodes, dtype=torch.bool, device=device)
@@ -152,7 +152,7 @@ def block_batches(
     for batch in chain([long], prefill_batches(config, model, 0, device)):
         yield replace(batch, custom_mask=_flat_mask(batch, device))
     most = min(config.max_running_requests, MAX_TOKENS // block_len)
-    for size in _sizes_beyond(config.updated(max_running_requests=most), num_captured):
+    for size in sizes_beyond(config.updated(max_running_requests=most), num_captured):
         blocks = replace(prompts([block_len] * size, device), forward_mode=ForwardMode.TARGET_VERIFY)
         if has_windows(model):
             yield replace(blocks, custom_mask=_flat_mask(blocks, device))
@@ -172,10 +172,11 @@ def _flat_mask(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
     )
 
 
-def _sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:
+def sizes_beyond(config: EngineConfig, num_captured: int) -> list[int]:
+    """Numbers of requests of decode steps that are not captured."""
     sizes = captured_batch_sizes(config.updated(cuda_graph_bs=None, cuda_graph_max_bs=None))
     most = config.max_running_requests
-    return [size for size in dict.fromkeys((*sizes, most)) if num_captured < size <= most]
+    return sorted(size for size in {*sizes, *NUM_REQUESTS, most} if num_captured < size <= most)
 
 
 @contextmanager

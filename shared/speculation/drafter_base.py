@@ -40,6 +40,7 @@ class BaseDrafter(Drafter):
         """The drafter's own KV pool, and attention over it."""
         component, dtype, device = self.parts.component, self.parts.dtype, self.parts.device
         self.req_to_token_pool = req_to_token_pool
+        self.attention_config = model_config
         self.kv_pool = build_kv_pool(component, model_config, num_slots, self.config.page_size, dtype, device)
         self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
 

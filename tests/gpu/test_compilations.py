@@ -23,9 +23,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     "mixed": {"model": "tiny-dense", "enable_mixed_chunk": True, "chunked_prefill_size": 512},
     "fp8": {"model": "tiny-dense", "kv_cache_dtype": "fp8_e4m3", "page_size": 16},
     "ngram": {"model": "tiny-dense", "speculative": "ngram"},
+    "eagle3": {
+        "model": "tiny-dense", "speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3",
+    },
+    "standalone": {
+        "model": "tiny-dense", "speculative": "standalone", "speculative_draft_model": "tiny-dense",
+    },
+    "quantized": {"model": "tiny-moe", "quantization": "fp8"},
     "hybrid": {"model": "tiny-hybrid"},
     "deterministic hybrid": {"model": "tiny-hybrid", "deterministic": True},
-}
+}  # fmt: skip
 PROMPT_LENS = (1, 2, 5, 16, 17, 40, 64, 130, 300, 700, 1500)
 NUM_REQUESTS = (1, 2, 3, 4, 5, 9, 17, 33, 70)
 
