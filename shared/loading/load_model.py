@@ -38,6 +38,7 @@ from diptych.shared.parallel.expert_map import in_order
 from diptych.shared.parallel.expert_parallel import ExpertParallel
 from diptych.shared.parallel.grid import tp_of
 from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep
+from diptych.shared.parallel.meeting import num_computers
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -196,6 +197,7 @@ def manage_experts(
         config.eplb_rebalance_num_iterations,
         reload,
         ExpertsInStep if in_step else ExpertParallel,
+        num_computers(ranks.size),
     )
 
 

@@ -27,7 +27,8 @@ class ExpertManager:
     """Gives every MoE of the model its `expert_parallel`. The model runner, or the dispatch of ranks in step,
     calls `before_pass`. `interval`: forward passes between two rebalances; None: no rebalancing. `reload`:
     reads the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and
-    returns the number of tensors."""
+    returns the number of tensors. `num_nodes`: computers with as many successive ranks each; while no rank is
+    lost, a group of experts stays on one where these divide the groups."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class ExpertManager:
         interval: int | None,
         reload: Callable[[ExpertMap], int],
         kind: type[ExpertParallel] = ExpertParallel,
+        num_nodes: int = 1,
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
         device = next(model.parameters()).device
@@ -52,6 +54,9 @@ class ExpertManager:
         self.experts = experts
         self.balancer = balancer
         self.interval = interval
+        moe = model.config.moe
+        self.num_groups = moe.num_expert_groups if moe else 1
+        self.num_nodes = num_nodes
         self.reload = reload
         self.numbers: Sequence[int] = range(ranks.size)  # of the ranks, as they were at the start
         self.num_passes = 0
@@ -80,7 +85,7 @@ class ExpertManager:
         else:
             parts = torch.full_like(parts[:, : len(numbers)], -1)
         self.experts = self.experts._replace(physical_to_logical=parts.flatten(1))
-        self.ep, self.numbers = len(numbers), numbers
+        self.ep, self.numbers, self.num_nodes = len(numbers), numbers, 1
         self.rebalance()
 
     # --8<-- [end:keep-experts]
@@ -89,9 +94,15 @@ class ExpertManager:
         """Place the experts according to the load since the last call."""
         load = torch.stack([each.load for each in self.placements]).cpu()
         num_physical = self.experts.physical_to_logical.shape[1]
+        nodes = self.num_nodes if self._nodes_hold(load.shape[1], num_physical) else 1
         # The same on all ranks.
-        self.move(self.balancer.balance(self.ranks.all_reduce(load), num_physical, self.ep))
+        load = self.ranks.all_reduce(load)
+        self.move(self.balancer.balance(load, num_physical, self.ep, self.num_groups, nodes))
         self._forget_load()
+
+    def _nodes_hold(self, num_logical: int, num_physical: int) -> bool:
+        """Whether the ranks of a node can have all replicas of its experts, one of an expert each."""
+        return self.ep % self.num_nodes == 0 and num_physical * self.num_nodes <= num_logical * self.ep
 
     def _forget_load(self) -> None:
         for each in self.placements:

@@ -33,6 +33,12 @@ def is_on_one_computer() -> bool:
     return not is_launched() or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
+def num_computers(num_ranks: int) -> int:
+    """Computers with as many successive ranks each, as a launcher says; 1 if it does not."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if is_launched() else num_ranks
+    return num_ranks // local if num_ranks % local == 0 else 1
+
+
 def local_store(num_ranks: int) -> Any:
     """A new store, which the other ranks open by its path. The file is deleted with this object, so keep it
     until all ranks have started."""

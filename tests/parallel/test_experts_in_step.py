@@ -15,6 +15,7 @@ from diptych.shared.interfaces import MoE, TopKOutput
 from diptych.shared.parallel.expert_manager import ExpertManager
 from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
 from diptych.shared.parallel.in_step import DispatchInStep, ExpertsInStep, PassTokens
+from diptych.shared.parallel.meeting import num_computers
 from tests.parallel.strict_ranks import StrictRanks
 from tests.parallel.test_dp_attention import PANELS
 from tests.parallel.test_drafts_in_step import CHAINS, Seen
@@ -44,6 +45,38 @@ def experts_of(replica: ScheduleInStep) -> ExpertManager:
 
 def expected_of(model: str) -> dict[str, list[int]]:
     return {req.rid: req.output_ids for req in answers_of_one(make_config(model))}
+
+
+@pytest.mark.parametrize(
+    ("local_size", "num_physical", "num_nodes"), [(2, 8, 2), (4, 8, 1), (3, 8, 1), (2, 16, 2), (2, 20, 1)]
+)
+def test_groups_stay_on_the_computers_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, local_size: int, num_physical: int, num_nodes: int
+) -> None:
+    """20 places of 8 experts are more than one on each rank of a computer; with ranks lost, there is one."""
+    launched = {"RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "", "MASTER_PORT": 1, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    experts = in_order(1, 8, num_physical)
+    seen: list[tuple[int, ...]] = []
+
+    def balance(load: torch.Tensor, *numbers: int) -> Any:
+        seen.append(numbers)
+        return experts
+
+    config = SimpleNamespace(moe=SimpleNamespace(num_expert_groups=4))
+    parts: dict[str, Any] = {
+        "model": SimpleNamespace(modules=list, parameters=lambda: iter(torch.zeros(1)), config=config),
+        "ranks": SimpleNamespace(size=4, rank=0, all_reduce=lambda load: load),
+        "balancer": SimpleNamespace(balance=balance),
+    }
+    manager = ExpertManager(
+        **parts, dispatch=None, ep=4, experts=experts, interval=None, reload=len, num_nodes=num_computers(4)
+    )  # type: ignore[arg-type]
+    manager.placements = [ExpertPlacement(experts, 0, torch.device("cpu"))]
+    manager.rebalance()
+    manager.keep([0, 1], is_known=True)
+    assert seen == [(num_physical, 4, 4, num_nodes), (num_physical // 2, 2, 4, 1)]
 
 
 @pytest.mark.parametrize(
