@@ -73,7 +73,9 @@ def test_a_package_outside_its_tested_versions_is_a_problem(
     assert triton.remedy == ("" if is_tested else "pip install 'triton<3.10,>=3.6'")
 
 
-@pytest.mark.parametrize(("version", "is_tested"), [("0.6.11", False), ("0.6.12", True), ("0.7.2", True), ("0.8.0", False)])
+@pytest.mark.parametrize(
+    ("version", "is_tested"), [("0.6.11", False), ("0.6.12", True), ("0.7.2", True), ("0.8.0", False)]
+)
 def test_the_versions_of_flashinfer(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     monkeypatch.setattr(

@@ -54,7 +54,13 @@ def test_groups_stay_on_the_computers_of_a_launcher(
     monkeypatch: pytest.MonkeyPatch, local_size: int, num_physical: int, num_nodes: int
 ) -> None:
     """20 places of 8 experts are more than one on each rank of a computer; with ranks lost, there is one."""
-    launched = {"RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "", "MASTER_PORT": 1, "LOCAL_WORLD_SIZE": local_size}
+    launched = {
+        "RANK": 0,
+        "WORLD_SIZE": 4,
+        "MASTER_ADDR": "",
+        "MASTER_PORT": 1,
+        "LOCAL_WORLD_SIZE": local_size,
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, str(value))
     experts = in_order(1, 8, num_physical)

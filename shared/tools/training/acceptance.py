@@ -110,7 +110,9 @@ def main(
     top_k: Annotated[int, typer.Option(help="beams kept while drafting")] = 4,
     draft_tokens: Annotated[int, typer.Option(help="nodes of a tree")] = 16,
     questions: Annotated[int, typer.Option(help="held-out questions")] = 60,
-    record: Annotated[bool, typer.Option(help="write it into training.json, and the built-in head's README.md")] = False,
+    record: Annotated[
+        bool, typer.Option(help="write it into training.json, and the built-in head's README.md")
+    ] = False,
 ) -> None:
     """Answer held-out questions speculatively, and count."""
     shape = DraftShape(steps, top_k, draft_tokens)
