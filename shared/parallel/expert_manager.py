@@ -54,8 +54,8 @@ class ExpertManager:
         self.experts = experts
         self.balancer = balancer
         self.interval = interval
-        moe = model.config.moe
-        self.num_groups = moe.num_expert_groups if moe else 1
+        of_experts = model.config.moe
+        self.num_groups = of_experts.num_expert_groups if of_experts else 1
         self.num_nodes = num_nodes
         self.reload = reload
         self.numbers: Sequence[int] = range(ranks.size)  # of the ranks, as they were at the start
