@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from diptych.shared.server.engine.messages import Load
 from diptych.shared.server.http.metrics import Metrics
 from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 
+ROOT = Path(__file__).parents[2]
 PROMPT = [5, 7, 11, 13]
 
 
@@ -32,9 +36,27 @@ def test_a_line_every_so_many_batches(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == ""
 
 
-def test_counters_of_speculation() -> None:
+def test_the_line_says_how_many_steps_overlapped() -> None:
+    before = SchedulerHarness().scheduler.stats()._replace(num_steps=5, num_overlapped=3)
+    now = before._replace(num_steps=9, num_overlapped=6)
+    assert "3 of 4 steps overlapped" in LoadLog(4, 100).line(now, 1.0, before)
+    assert "overlapped" not in LoadLog(4, 100).line(now, 1.0, now)
+
+
+def test_pages_name_metrics_that_there_are() -> None:
+    client: Any = SimpleNamespace(load=Load())
+    text = Metrics().render(client, 100).decode()
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "shared/server/assets/grafana.json"]
+    named = {name for page in pages for name in re.findall(r"diptych:([a-z_]+)", page.read_text("utf-8"))}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if f"diptych:{name}" not in text] == []
+
+
+def test_counters_of_steps() -> None:
     class Client:
-        load = Load(num_verifications=4, num_drafted_tokens=12, num_accepted_tokens=6)
+        load = Load(
+            num_verifications=4, num_drafted_tokens=12, num_accepted_tokens=6, num_steps=9, num_overlapped=7
+        )
 
     client: Any = Client()
     metrics = Metrics()
@@ -43,6 +65,8 @@ def test_counters_of_speculation() -> None:
     assert "diptych:spec_verify_total 4.0" in text
     assert "diptych:spec_draft_tokens_total 12.0" in text
     assert "diptych:spec_accepted_tokens_total 6.0" in text
+    assert "diptych:steps_total 9.0" in text
+    assert "diptych:overlapped_steps_total 7.0" in text
 
 
 def steps_of_first_tokens(**flags: Any) -> tuple[list[int], int]:

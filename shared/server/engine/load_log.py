@@ -42,6 +42,8 @@ class LoadLog:
             f"hit rate {num_cached / max(num_prompt, 1):.0%}",
             f"pool {num_used / self.pool_size:.0%}",
         ]
+        if num_overlapped := stats.num_overlapped - last.num_overlapped:
+            parts.append(f"{num_overlapped} of {stats.num_steps - last.num_steps} steps overlapped")
         if stats.num_retractions > last.num_retractions:
             parts.append(f"retracted {stats.num_retractions - last.num_retractions}")
         speculation = stats.speculation

@@ -25,12 +25,16 @@ class Metrics:
         self.compiled = self._counter(
             "kernels_compiled_after_ready_total", "Kernels that were compiled while requests waited."
         )
-        self._speculation = {
+        self._counted = {
             "num_verifications": self._counter("spec_verify_total", "Verifications of drafts."),
             "num_drafted_tokens": self._counter("spec_draft_tokens_total", "Drafted tokens, by depth."),
             "num_accepted_tokens": self._counter("spec_accepted_tokens_total", "Accepted drafts."),
+            "num_steps": self._counter("steps_total", "Forward passes."),
+            "num_overlapped": self._counter(
+                "overlapped_steps_total", "Steps that were launched while the one before was in flight."
+            ),
         }
-        self._speculation_so_far = dict.fromkeys(self._speculation, 0)
+        self._counted_so_far = dict.fromkeys(self._counted, 0)
         self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step.")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to token 1.")
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between output tokens.")
@@ -89,9 +93,9 @@ class Metrics:
         num_used = load.num_used_tokens - load.num_evictable_tokens
         verifications = max(load.num_verifications, 1)
         accept_length = load.num_accepted_tokens / verifications + (load.num_verifications > 0)
-        for name, counter in self._speculation.items():
-            counter.inc(getattr(load, name) - self._speculation_so_far[name])
-            self._speculation_so_far[name] = getattr(load, name)
+        for name, counter in self._counted.items():
+            counter.inc(getattr(load, name) - self._counted_so_far[name])
+            self._counted_so_far[name] = getattr(load, name)
         self.compiled.inc(load.num_compiled_kernels - self._num_compiled)
         self._num_compiled = load.num_compiled_kernels
         for name, value in {
