@@ -24,12 +24,15 @@ FAMILIES = (
     *("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm"),
     *("granite", "olmo3", "minimax-m2"),
 )
-WITHOUT_DRAFTS = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
-FAST = ("gpt-oss", "llama4", "gemma4-moe")
+WITHOUT_TREES = (  # of drafts, here
+    *("llama-llama3", "mistral-window", "mixtral", "phi3", "qwen2-window-layers", "qwen3-layer-types"),
+    *("qwen3-moe", "smollm3", "glm", "glm4", "glm4-moe", "olmo2", "gemma4", "gemma4-k-eq-v", "gemma4-moe"),
+)
+FAST = ("gpt-oss", "llama4", "gemma4-moe", "glm4-moe")
 SETTINGS = [  # the fast cut has some
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)
-        for name in (*FAMILIES, *WITHOUT_DRAFTS)
+        for name in (*FAMILIES, *WITHOUT_TREES)
         for page_size in (1, 4, 16)
         for flags in ({}, MIXED, {"chunked_prefill_size": 40})
         for is_fast in [flags is MIXED and page_size == 4 and name in FAST]
@@ -135,7 +138,7 @@ def test_trees_of_other_drafters(panel: str, speculative: str, name: str, tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*FAMILIES, *WITHOUT_DRAFTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *WITHOUT_TREES])
 def test_optimized(name: str, tmp_path: Path) -> None:
     """Few steps: kernels may be interpreted."""
     prompts = [prompt[: len(prompt) // 2] for prompt in make_prompts()[1:]]
