@@ -12,10 +12,11 @@ import torch
 from model_harness import hf_greedy, random_hf_model
 from safetensors.torch import save_file
 
-from diptych.shared.config import parse_config, parse_draft_config
+from diptych.shared.config import families, parse_config, parse_draft_config
 from diptych.shared.engine.llm import LLM
 from diptych.shared.loading.draft_weights import dummy_draft_weights
 from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.types import SamplingParams
 
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
@@ -61,6 +62,14 @@ def expect_answers_of_transformers(
     outputs = llm.generate(prompts, params, progress=False)
     assert [o.output_ids for o in outputs] == expected
     assert all(o.num_cached_tokens >= o.num_prompt_tokens - llm.config.page_size for o in outputs)
+
+
+def test_every_family_has_a_grid() -> None:
+    """Here, in test_deepseek_engine.py and test_hybrid.py; Qwen3-VL in tests/engine/test_qwen_image_families.py."""
+    here = {CONFIGS[name]["architectures"][0] for name in (*FAMILIES, *WITHOUT_TREES)}
+    hybrid = {config["architectures"][0] for config in HYBRID_CONFIGS.values()}
+    others = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLMoeForCausalLM"}
+    assert here | hybrid | others == set(families.FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "page_size", "flags"), SETTINGS)

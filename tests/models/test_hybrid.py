@@ -173,7 +173,7 @@ GRAPHS = "tests.model_runner.fake_graphs:FakeGraphsRunner"
                 {"page_size": 4, **MIXED},
                 marks=pytest.mark.full,
             )
-            for name in ("qwen3-next", "kimi-linear")
+            for name in HYBRID_CONFIGS
         ),
         pytest.param("kimi-linear", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
         pytest.param("qwen3.5-moe", {"page_size": 16, "max_total_tokens": 112}, marks=pytest.mark.full),
