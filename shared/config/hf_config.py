@@ -154,8 +154,8 @@ def _architecture(fields: Fields) -> tuple[str, int]:
     nearest = get_close_matches(name, (*FAMILIES, *TEXT_MODELS), 1, 0.0)[0]
     raise ValueError(
         f"{fields.where}: architectures is {names!r:.80}, which is not supported; the nearest is {nearest}. "
-        f"FAMILIES in {Path(__file__).with_name('families.py')} has all. The page Supported models says how to add "
-        f"one: docs/models.md in a clone of Diptych, which `make serve-docs` shows there"
+        f"FAMILIES in {Path(__file__).with_name('families.py')} has all. How to add one is on the "
+        f"page Supported models: docs/models.md in a clone of Diptych, where `make serve-docs` shows it"
     )
 
 

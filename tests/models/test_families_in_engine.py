@@ -65,7 +65,7 @@ def expect_answers_of_transformers(
 
 
 def test_every_family_has_a_grid() -> None:
-    """Here, in test_deepseek_engine.py and test_hybrid.py; Qwen3-VL in tests/engine/test_qwen_image_families.py."""
+    """Here, in test_deepseek_engine.py, in test_hybrid.py, or in test_qwen_image_families.py."""
     here = {CONFIGS[name]["architectures"][0] for name in (*FAMILIES, *WITHOUT_TREES)}
     hybrid = {config["architectures"][0] for config in HYBRID_CONFIGS.values()}
     others = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLMoeForCausalLM"}
