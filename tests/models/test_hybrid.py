@@ -95,7 +95,7 @@ def test_wrong_models(changes: dict[str, Any], tmp_path: Path) -> None:
     assert difference.abs().max() > 30 * TOLERANCE
 
 
-BUGS = Bugs("Kimi-Linear")
+BUGS = Bugs("models with linear attention")
 _MODEL, _CONFIG = "reference.models.kimi_linear", "shared.config.hf_linear_attention"
 for _name, _before, _after in (
     ("SiluGate", "torch.sigmoid(z)", "F.silu(z)"),
@@ -111,12 +111,28 @@ for _name, _before, _after in (
     BUGS.words(_name, "shared.config.hf_config:parse_config", (_CONFIG, _before, _after), where=_where)
 
 
+_MODEL = "reference.models.qwen_next"
+for _name, _of, _where, _before, _after in (
+    (
+        "GatesBehindAllQ",
+        "GatedAttention",
+        "attention",
+        "-1, layer.num_qo_heads, 2 * layer.head_dim).chunk(2, dim=-1)",
+        "-1, 2 * layer.num_qo_heads, layer.head_dim).chunk(2, dim=1)",
+    ),
+    ("OnePlusWeight", "GatedDeltaNet", "linear_attention", "* self.norm.weight", "* (1 + self.norm.weight)"),
+):
+    _where = f"diptych.{_MODEL}.QwenNextDecoderLayer.{_where}_class"
+    BUGS.words(_name, f"{_MODEL}:{_of}", (_MODEL, _before, _after), where=_where)
+
+
 @BUGS.found_by(AssertionError, ValueError, honest=True)
-def test_wrong_kimi_linear(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_parts(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant_in(monkeypatch)
-    hf_model, prompt = random_hf_model(HYBRID_CONFIGS["kimi-linear"]), prompt_of(20)
-    difference = greedy(load_saved(hf_model, tmp_path), prompt, 1)[1] - hf_greedy(hf_model, prompt, 1)[1]
-    assert difference.abs().max() < TOLERANCE
+    for name in ("kimi-linear", "qwen3.5"):
+        hf_model, prompt = random_hf_model(HYBRID_CONFIGS[name]), prompt_of(20)
+        ours = greedy(load_saved(hf_model, tmp_path / name), prompt, 1)[1]
+        assert (ours - hf_greedy(hf_model, prompt, 1)[1]).abs().max() < TOLERANCE
 
 
 PROMPT_LENS = (70, 51, 33, 1)

@@ -213,6 +213,10 @@ def _unlike_namespaces(states: StateCheckpoints, token_ids: list[int], extra_key
     ]
 
 
+def _keeps_after_nan(states: StateCheckpoints) -> None:
+    """States of a prompt whose logits are NaN are found again."""
+
+
 ORDER, BEGIN = StateCheckpoints._order, StateCheckpoints._begin
 BUGS = Bugs("state checkpoints", finder="_some_requests")
 for _place, _bug in {
@@ -221,6 +225,7 @@ for _place, _bug in {
     "_begin": _loads_nothing,
     "forget": _keeps_checkpoints,
     "digests": _unlike_namespaces,
+    "forget_all_kept": _keeps_after_nan,
 }.items():
     BUGS.add_all(_bug, where=f"{StateCheckpoints.__module__}.StateCheckpoints.{_place}")
 
@@ -238,9 +243,15 @@ def _some_requests(engine: Engine) -> None:
     engine.llm.step()
     engine.llm.abort(collector.rid)
     engine.ask(prompt)
+    weight = next(engine.llm.assembly.model.parameters()).data
+    weight.copy_((right := weight.clone()) * torch.nan)
+    poisoned = [*prompt[:10], *tokens(20, seed=6)]  # the chunk before its NaN leaves a state
+    engine.llm.generate([poisoned], max_tokens=1, progress=False)
+    weight.copy_(right)
+    assert [engine.ask(poisoned), engine.ask(poisoned)] == [[0], [24]]
 
 
 @BUGS.found_by(AssertionError, KeyError, is_fast=lambda *_: False, honest=True)
 def test_planted_bugs(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant_in(monkeypatch)
-    _some_requests(Engine(tmp_path, "reference"))
+    _some_requests(Engine(tmp_path, "reference", chunked_prefill_size=16))

@@ -8,7 +8,7 @@ import torch
 
 from diptych.reference.linear_attention import LinearAttention
 from diptych.shared.interfaces.linear_attention import LinearLayer
-from diptych.shared.types import ForwardBatch
+from diptych.shared.types import ForwardBatch, ForwardMode
 from tests.conformance.mutants.mutant import bugs_in, mutant_of
 
 REFERENCE = bugs_in("linear_attention", "reference.linear_attention:LinearAttention", folder="reference.")
@@ -87,6 +87,18 @@ REFERENCE(
     "RollsBackOneTooMany", "The last draft that was accepted does not come into the state.",
     (FILE, "accepted(forward_batch).tolist()", "accepted(forward_batch).sub(1).clamp(min=0).tolist()"),
 )  # fmt: skip
+
+
+@mutant_of("linear_attention")
+class StoresNothingInMixedSteps(LinearAttention):
+    """A mixed step copies no state into a checkpoint."""
+
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        num = 1 if forward_batch.forward_mode is ForwardMode.MIXED else None  # the row itself is the last one
+        return [
+            each._replace(stores=each.stores[-num:] if num else each.stores)
+            for each in super().plan(forward_batch)
+        ]
 
 
 @mutant_of("linear_attention")

@@ -65,6 +65,19 @@ class WithOwnTrees(FakeGraphsRunner):
 
 
 @mutant_of("model_runner")
+class VerifiesPrompts(FakeGraphsRunner):
+    """A chunk of a prompt that is as long as drafts takes their graph."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        for steps in self.steps.verify:
+            fits = steps.buffers.fits
+            steps.buffers.fits = lambda batch, fits=fits: fits(
+                replace(batch, forward_mode=ForwardMode.TARGET_VERIFY)
+            )
+
+
+@mutant_of("model_runner")
 class KeepsTreeMask(WithOwnTrees):
     """Nodes see whom they saw when the graph was captured: themselves."""
 

@@ -128,7 +128,8 @@ def forward_batch(rows: list[int], spans: list[tuple[int, int]], is_verify: bool
     lens = [end - start for start, end in spans]
     device = check_device()
     num_tokens = sum(lens)
-    mode = ForwardMode.DECODE if max(lens) == 1 else ForwardMode.EXTEND
+    several = ForwardMode.MIXED if 1 in lens else ForwardMode.EXTEND
+    mode = ForwardMode.DECODE if max(lens) == 1 else several
     return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY if is_verify else mode,
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),

@@ -50,6 +50,7 @@ def expect_state(case: LinearCase, world: World, request: int, position: int, ro
         ("twice in a step", ((130,),), ((64, 128),)),
         ("inside a chunk", ((30,), (45,)), ((64,),)),
         ("while decoding", ((63,), (1,), (1,)), ((64,),)),
+        ("a mixed step", ((63, 0), (1, 66)), ((64,), (64,))),
         ("two of three requests", ((66, 3, 64), (1, 1, 1)), ((64,), (), (64,))),
         of=StoreCase,
     ),

@@ -53,12 +53,13 @@ class Verifying(Decoding):
         dice, num_nodes = random.Random(self.seed + 2), self.block_len or self.num_nodes
         batches = []
         for number, new_ids in enumerate(self.steps()):
-            if number % 3 == 2:
-                batches.append(tuple(session.forward_batch(new_ids) for session in sessions))
-                continue
             drafts = {
                 i: [*ids, *(dice.randrange(331) for _ in range(num_nodes - 1))] for i, ids in new_ids.items()
             }
+            if number % 3 == 2:
+                others = drafts if number > 5 else new_ids  # a chunk of a prompt may be as long
+                batches.append(tuple(session.forward_batch(others) for session in sessions))
+                continue
             masks, depths = [], []
             for _ in drafts:
                 if self.block_len:
@@ -142,7 +143,8 @@ def sampled_nodes(impl: type[ModelRunner], case: Verifying) -> None:
         info = make_sampling_batch_info(reqs, NUM_TOKEN_IDS, check_device())
         output, sampled = session.run_and_sample(batch, info)
         logits = output.next_token_logits.clone()[:, :NUM_TOKEN_IDS]
-        positions = batch.seq_lens - 1 if batch.forward_mode.is_decode else batch.positions
+        is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        positions = batch.positions if is_verify else batch.seq_lens - 1
         expected = session.sampler.sample(logits, info, positions)
         expect_equal(f"ids of step {number}", sampled.next_token_ids, expected.next_token_ids)
         given.append((sampled.next_token_ids, sampled.next_token_ids.tolist()))
