@@ -12,6 +12,7 @@ from diptych.shared.loading.weight_names import expected_shapes
 from diptych.shared.tools.conformance.oracles.hybrid_configs import HYBRID_CONFIGS
 from diptych.shared.tools.conformance.oracles.moe_configs import MOE_CONFIGS
 from diptych.shared.types.quant_scheme import QuantScheme
+from tests.planted import Bug, Bugs
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -118,6 +119,22 @@ def test_names_of_the_checkpoint(
         for part in parts:
             (scheme,) = [each for name, each in schemes.items() if name.endswith(f".{part}.weight")]
             assert (scheme is not None) == is_quantized, part
+
+
+BUGS = Bugs("ignored layers")
+BUGS.words(
+    "GatesAreQuantized",
+    "shared.config.hf_config:parse_config",
+    ("shared.config.hf_config", "*(*family.names, *fused)", "*family.names"),
+    where=f"{__name__}.parse_config",
+)
+
+
+@BUGS.found_by(AssertionError, honest=True)
+def test_planted_bugs(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant_in(monkeypatch)
+    gates = "in_proj_b", "in_proj_a"
+    test_names_of_the_checkpoint("qwen3-next", "linear_attn.in_proj_ba", gates, ("out_proj",))
 
 
 @pytest.mark.parametrize(
