@@ -11,6 +11,7 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -25,6 +26,7 @@ from diptych.optimized.graphs.cuda_graph import (
 from diptych.optimized.graphs.decode_graph import PaddedVectors
 from diptych.optimized.graphs.rehearsal import (
     attention_of_rehearsal,
+    deterministic_batches,
     prefill_batches,
     prompts,
     sizes_beyond,
@@ -203,6 +205,7 @@ class GraphDrafter(BaseDrafter):
     """Drafts and extends in graphs; kernels of other batches are launched one by one."""
 
     runs_ahead = True
+    model: Any  # of drafts
 
     def make_graphs(self, like: torch.Tensor) -> None:
         """Behind `make_attention`. like: an example of the hidden states of extensions."""
@@ -240,7 +243,11 @@ class GraphDrafter(BaseDrafter):
         of_shape = next(each for each in self.graphs if each.shape == shape)
         with attention_of_rehearsal(self):
             if of_shape is self.graphs[0]:
-                for batch in prefill_batches(self.config, self.attention_config, 0, self.parts.device):
+                device = self.parts.device
+                for batch in prefill_batches(self.config, self.attention_config, 0, device):
+                    self._rehearse_extend(batch)
+                own = deterministic_batches(self.config, self.model, 0, device)
+                for batch in own if self.config.deterministic else ():
                     self._rehearse_extend(batch)
             for size in sizes_beyond(self.config, of_shape.max_captured):
                 for seq_len in (1, self.context_len - 1):

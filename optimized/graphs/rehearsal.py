@@ -27,7 +27,7 @@ from diptych.optimized.kernels.linear.cublas_linear import HALF_TYPES
 from diptych.optimized.kernels.linear.fixed_order_gemm import sizes_of_all_tiles
 from diptych.optimized.kernels.portable import gpu_of
 from diptych.shared.config import EngineConfig, ModelConfig
-from diptych.shared.interfaces import AttentionBackend, CausalLM
+from diptych.shared.interfaces import AttentionBackend
 from diptych.shared.interfaces.model_runner import ModelRunner
 from diptych.shared.modeling.forward import attention_output
 from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
@@ -95,16 +95,17 @@ def prefill_batches(
 
 
 def deterministic_batches(
-    config: EngineConfig, model: CausalLM, num_captured: int, device: torch.device
+    config: EngineConfig, model: nn.Module, num_captured: int, device: torch.device
 ) -> Iterator[ForwardBatch]:
     """Prefill steps beyond the captured ones with each tile of the GEMMs in a fixed order."""
     assert config.context_len is not None
     tensors = [*model.parameters(), *model.buffers()]
     outs = {len(each) for each in tensors if each.dim() == 2}
     is_half = tensors[0].dtype in HALF_TYPES
-    for num_tokens in sizes_of_all_tiles(outs, _most_tokens(config), is_half, gpu_of(device)):
+    most, gpu = _most_tokens(config), gpu_of(device)
+    for num_tokens in sizes_of_all_tiles(outs, num_captured, most, is_half, gpu):
         num_requests = -(-num_tokens // config.context_len)
-        if num_captured < num_tokens and num_requests <= config.max_running_requests:
+        if num_requests <= config.max_running_requests:
             each, rest = divmod(num_tokens, num_requests)
             yield prompts([each + (i < rest) for i in range(num_requests)], device)
 

@@ -21,6 +21,7 @@ from diptych.shared.interfaces import (
 )
 from diptych.shared.parallel.expert_map import ExpertPlacement
 from diptych.shared.parallel.expert_parallel import ExpertParallel
+from diptych.shared.parallel.meeting import is_launched
 
 
 class ExpertManager:
@@ -57,6 +58,9 @@ class ExpertManager:
         of_experts = model.config.moe
         self.num_groups = of_experts.num_expert_groups if of_experts else 1
         self.num_nodes = num_nodes
+        if is_launched():  # ranks of computers with different numbers of ranks tell different numbers
+            total, squares = ranks.all_reduce(torch.tensor([num_nodes, num_nodes**2])).tolist()
+            self.num_nodes = num_nodes if total**2 == ranks.size * squares else 1
         self.reload = reload
         self.numbers: Sequence[int] = range(ranks.size)  # of the ranks, as they were at the start
         self.num_passes = 0

@@ -34,7 +34,7 @@ def is_on_one_computer() -> bool:
 
 
 def num_computers(num_ranks: int) -> int:
-    """Computers with as many successive ranks each, as a launcher says; 1 if it does not."""
+    """Computers with as many successive ranks each, as a launcher tells this rank; 1 if it does not."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if is_launched() else num_ranks
     return num_ranks // local if num_ranks % local == 0 else 1
 

@@ -48,12 +48,14 @@ def expected_of(model: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("local_size", "num_physical", "num_nodes"), [(2, 8, 2), (4, 8, 1), (3, 8, 1), (2, 16, 2), (2, 20, 1)]
+    ("local_size", "others", "num_physical", "num_nodes"),
+    [(2, 2, 8, 2), (4, 1, 8, 1), (3, 1, 8, 1), (2, 2, 16, 2), (2, 2, 20, 1), (2, 4, 8, 1)],
 )
 def test_groups_stay_on_the_computers_of_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, local_size: int, num_physical: int, num_nodes: int
+    monkeypatch: pytest.MonkeyPatch, local_size: int, others: int, num_physical: int, num_nodes: int
 ) -> None:
-    """20 places of 8 experts are more than one on each rank of a computer; with ranks lost, there is one."""
+    """20 places of 8 experts are more than one on each rank of a computer; with ranks lost, there is one.
+    others: what the three other ranks tell."""
     launched = {
         "RANK": 0,
         "WORLD_SIZE": 4,
@@ -70,10 +72,13 @@ def test_groups_stay_on_the_computers_of_a_launcher(
         seen.append(numbers)
         return experts
 
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        return x + 3 * torch.tensor([others, others**2]) if len(x) == 2 else x
+
     config = SimpleNamespace(moe=SimpleNamespace(num_expert_groups=4))
     parts: dict[str, Any] = {
         "model": SimpleNamespace(modules=list, parameters=lambda: iter(torch.zeros(1)), config=config),
-        "ranks": SimpleNamespace(size=4, rank=0, all_reduce=lambda load: load),
+        "ranks": SimpleNamespace(size=4, rank=0, all_reduce=all_reduce),
         "balancer": SimpleNamespace(balance=balance),
     }
     manager = ExpertManager(

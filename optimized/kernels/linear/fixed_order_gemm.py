@@ -174,11 +174,12 @@ def plan(num_tokens: int, out: int, is_half: bool, gpu: Gpu) -> Tile:
     return min(tiles, key=time)
 
 
-def sizes_of_all_tiles(outs: Iterable[int], most: int, is_half: bool, gpu: Gpu) -> list[int]:
-    """Numbers of tokens, up to `most`: between them they take each tile that such a number takes for these
-    numbers of outputs. A number between two multiples of 16 takes the tile of the next to the first."""
+def sizes_of_all_tiles(outs: Iterable[int], above: int, most: int, is_half: bool, gpu: Gpu) -> list[int]:
+    """Numbers of tokens above `above` and up to `most`: between them they take each tile that such a number
+    takes for these numbers of outputs. A number between two multiples of 16 takes the tile of the one behind
+    the first."""
     firsts: dict[tuple[int, Tile], int] = {}
-    for num_tokens in sorted({*range(1, most + 1, 16), *range(16, most + 1, 16)}):
-        for out in outs:
+    for num_tokens in sorted({above + 1, *range(1, most + 1, 16), *range(16, most + 1, 16)}):
+        for out in outs if above < num_tokens <= most else ():
             firsts.setdefault((out, plan(num_tokens, out, is_half, gpu)), num_tokens)
     return sorted({*firsts.values()})
