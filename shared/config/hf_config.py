@@ -151,11 +151,14 @@ def _architecture(fields: Fields) -> tuple[str, int]:
     if name in FAMILIES:
         labels = fields.raw("id2label", "a mapping of labels", default={0: "", 1: ""})
         return name, len(labels) if name != only_name(names) else 0
+    raise ValueError(_unsupported(fields.where, names, name))
+
+
+def _unsupported(where: str, names: object, name: str) -> str:
     nearest = get_close_matches(name, (*FAMILIES, *TEXT_MODELS), 1, 0.0)[0]
-    raise ValueError(
-        f"{fields.where}: architectures is {names!r:.80}, which is not supported; the nearest is {nearest}. "
-        f"FAMILIES in {Path(__file__).with_name('families.py')} has all. How to add one is on the "
-        f"page Supported models: docs/models.md in a clone of Diptych, where `make serve-docs` shows it"
+    return (
+        f"{where}: architectures is {names!r:.80}, which is not supported; the nearest is {nearest}. "
+        f"{Path(__file__).with_name('families.py')} has all; in a clone, docs/models.md says how to add one"
     )
 
 

@@ -218,13 +218,13 @@ def test_a_backend_without_graphs_is_said_once_and_works() -> None:
 
 def test_trees_of_the_configured_size_are_replayed() -> None:
     trees, chains, others = (verify_clauses.CASES[i] for i in (0, 1, 3))
-    for case, num_replays in ((trees, 7), (chains, 7), (others, 1)):
+    for case, num_replays in ((trees, 6), (chains, 6), (others, 1)):
         session = PreparedSession(FakeGraphsRunner, model_for(), case)
         session.prefill(case)
         assert [steps.batch_sizes for steps in session.runner.steps.verify] == [case.sizes]
         for (batch,) in case.batches(session):
             session.run(batch)
-        # Not those of 5 requests. Of the other size: the one that decodes.
+        # Not those of 5 requests, and no chunk of a prompt. Of the other size: the one that decodes.
         assert session.runner.replays.steps == num_replays, case.name
 
 

@@ -29,9 +29,9 @@ bug("BelievesTheLastSlot", "A last slot that cannot hold the last token is taken
      "is_valid = lasts == lasts"))
 
 # Rows
-bug("WritesOverTheNextRow", "Positions count from the table's beginning, not from the row's.",
-    ("memory_pool", "_ragged(rows * self.max_len + first, num)",
-     "_ragged((rows - 1) * self.max_len + first, num)"))
+bug("WritesOverTheNextRow", "A prefix goes to the row behind the request's.",
+    ("memory_pool", "self.cpu_copy[row, start:end] = values",
+     "self.cpu_copy[row % self.size + 1, start:end] = values"))
 bug("ReadIsAView", "What was read changes with the row.",
     ("memory_pool", "self.cpu_copy[req_pool_idx, start:end].astype(np.int64)",
      "self.cpu_copy[req_pool_idx, start:end]"))
